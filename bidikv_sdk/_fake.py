@@ -1,0 +1,304 @@
+"""The sessions and leases behind `bidikv_sdk.testing`: what a server does, without HTTP and without a model.
+
+A turn runs `begin_turn` → `complete` or `abort`. One token is one word.
+May import `wire`, `prefix` and `_clock`.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from bidikv_sdk.prefix import num_blocks
+from bidikv_sdk.wire import (
+    CacheReport,
+    ErrorInfo,
+    LeaseInfo,
+    LeaseState,
+    Outcome,
+    PoolInfo,
+    Reason,
+    SessionInfo,
+    Timings,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from bidikv_sdk._clock import Clock
+    from bidikv_sdk._types import Message
+
+_BLOCK_SIZE: Final = 16
+_TOTAL_BLOCKS: Final = 1024
+_MAX_TTL_S: Final = 900.0
+_REFUSED_PARAMETERS: Final = (
+    "echo",
+    "prompt_logprobs",
+    "kv_transfer_params",
+    "cache_salt",
+    "add_generation_prompt",
+)
+# A running turn may end at any time: a client should look again soon.
+_RUNNING_RETRY_S: Final = 0.5
+
+
+class Refused(Exception):
+    """The request is answered with an error of the protocol."""
+
+    def __init__(self, info: ErrorInfo) -> None:
+        super().__init__(info.message)
+        self.info = info
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedReply:
+    """What a turn shall answer; None: what the server says by itself."""
+
+    text: str | None = None
+    tool_calls: Sequence[Mapping[str, Any]] = ()
+    finish_reason: str | None = None
+    outcome: Outcome | None = None
+    reason: Reason | None = None
+
+
+@dataclass(slots=True)
+class FakeSession:
+    """What the server knows of one session."""
+
+    id: str
+    turn: int = 0
+    messages: list[Message] = field(default_factory=list)
+    tools: Any = None
+    lease_state: LeaseState = "none"
+    lease_reason: Reason | None = None
+    deadline_s: float = 0.0
+    num_tokens: int = 0
+    next_reason: Reason = "first_turn"
+    """Why the next turn has nothing to reuse, where it has not."""
+    last_key: str | None = None
+    last_completion: dict[str, Any] | None = None
+    running: FakeTurn | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FakeTurn:
+    """A turn that runs: its session, what `complete` will append, and what it will answer."""
+
+    session: FakeSession
+    delta: list[Message]
+    key: str | None
+    ttl_s: float
+    completion: dict[str, Any]
+    cache: CacheReport
+
+
+class FakeStore:
+    """All sessions of a fake server, by id."""
+
+    def __init__(self, clock: Clock, ttl_s: float, model: str) -> None:
+        self.sessions: dict[str, FakeSession] = {}
+        self._clock = clock
+        self._ttl_s = ttl_s
+        self._model = model
+
+    def known(self, session_id: str) -> FakeSession:
+        """Return a session, its lease expired where its time is over; raise `Refused` where it is unknown."""
+        session = self.sessions.get(session_id)
+        if session is None:
+            raise Refused(
+                ErrorInfo(
+                    "session_not_found", f"no session {session_id!r}: open it again with the full history"
+                )
+            )
+        if session.lease_state == "active" and self._clock.now_s() >= session.deadline_s:
+            self.drop_lease(session, "expired", "lease_expired")
+        return session
+
+    def open(self, session_id: str, body: Mapping[str, Any]) -> FakeSession:
+        """Open a session, or replace the transcript of one."""
+        turn = body.get("turn", 0)
+        session = self.sessions.get(session_id)
+        if session is not None and session.turn == turn and not body.get("replace"):
+            return session
+        if session is not None and not body.get("replace"):
+            raise Refused(
+                ErrorInfo("turn_conflict", f"{session_id!r} has another turn", expected_turn=session.turn + 1)
+            )
+        if session is None:
+            session = FakeSession(session_id, next_reason="home_lost" if turn else "first_turn")
+            self.sessions[session_id] = session
+        session.turn = turn
+        session.messages = copy.deepcopy(body.get("messages") or [])
+        session.tools = body.get("tools", session.tools)
+        session.last_key = session.last_completion = None
+        return session
+
+    def extend(self, session: FakeSession, ttl_s: float | None) -> None:
+        """Keep the lease for at least `ttl_s` more seconds."""
+        if session.lease_state != "active":
+            raise Refused(
+                ErrorInfo("lease_lost", f"the lease is {session.lease_state}", reason=session.lease_reason)
+            )
+        session.deadline_s = max(session.deadline_s, self._deadline_s(ttl_s))
+
+    def drop_lease(self, session: FakeSession, state: LeaseState, reason: Reason) -> None:
+        """End the lease, if there is one."""
+        if session.lease_state == "active":
+            session.lease_state, session.lease_reason, session.next_reason = state, reason, reason
+            session.num_tokens = 0
+
+    def begin_turn(
+        self,
+        session_id: str,
+        key: str | None,
+        body: Mapping[str, Any],
+        take_script: Callable[[], ScriptedReply],
+    ) -> FakeTurn | dict[str, Any]:
+        """Start a turn, which takes the next script, or return the stored completion of a repeated one."""
+        number, delta, asked = body.get("turn"), body.get("messages"), body.get("bidikv", {})
+        if not isinstance(number, int) or not delta:
+            raise Refused(
+                ErrorInfo("invalid_request", "a turn needs its number and messages", param="messages")
+            )
+        for name in _REFUSED_PARAMETERS:
+            if name in body:
+                raise Refused(ErrorInfo("unsupported_parameter", f"{name} is not supported", param=name))
+        if number == 1 and session_id not in self.sessions:
+            self.open(session_id, {})
+        session = self.known(session_id)
+        if session.running is not None:
+            raise Refused(ErrorInfo("turn_conflict", "a turn is running", retry_after_s=_RUNNING_RETRY_S))
+        if session.last_completion is not None and (number, key) == (session.turn, session.last_key):
+            return session.last_completion
+        if number != session.turn + 1:
+            raise Refused(
+                ErrorInfo("turn_conflict", f"turn {number} does not fit", expected_turn=session.turn + 1)
+            )
+        session.tools = body.get("tools", session.tools)
+        script = take_script()
+        prompt_tokens = _count([*session.messages, *delta])
+        cache = _cache_report(session, prompt_tokens, script, asked.get("route", "auto"))
+        completion = self._completion(f"chatcmpl-{session_id}-{number}", delta, script, prompt_tokens)
+        ttl_s = asked.get("ttl_s", self._ttl_s)
+        session.running = FakeTurn(session, copy.deepcopy(delta), key, ttl_s, completion, cache)
+        return session.running
+
+    def complete(self, turn: FakeTurn) -> dict[str, Any]:
+        """Append the turn, grant its lease, and return the completion with `bidikv`."""
+        session = turn.session
+        session.turn += 1
+        session.messages += [*turn.delta, turn.completion["choices"][0]["message"]]
+        session.lease_state, session.lease_reason = "active", None
+        session.deadline_s = self._deadline_s(turn.ttl_s)
+        session.num_tokens = _count(session.messages)
+        session.last_key = turn.key
+        info = self.info(session, turn.cache)
+        session.last_completion = {**turn.completion, "bidikv": info.to_json()}
+        session.running = None
+        return session.last_completion
+
+    def abort(self, turn: FakeTurn) -> None:
+        """Forget a turn that is not complete; nothing happens to a complete one."""
+        if turn.session.running is turn:
+            turn.session.running = None
+
+    def info(self, session: FakeSession, cache: CacheReport | None = None) -> SessionInfo:
+        """Return the `bidikv` object."""
+        is_active = session.lease_state == "active"
+        remaining_s = session.deadline_s - self._clock.now_s() if is_active else 0.0
+        lease = LeaseInfo(
+            session.lease_state,
+            remaining_s,
+            session.num_tokens,
+            num_blocks(session.num_tokens, _BLOCK_SIZE),
+            session.lease_reason,
+        )
+        num_used = sum(num_blocks(other.num_tokens, _BLOCK_SIZE) for other in self.sessions.values())
+        pool = PoolInfo(_TOTAL_BLOCKS - num_used, _TOTAL_BLOCKS, pending_ticket_blocks=0)
+        return SessionInfo(session.id, session.turn, lease, cache, pool)
+
+    def _deadline_s(self, ttl_s: float | None) -> float:
+        return self._clock.now_s() + min(self._ttl_s if ttl_s is None else ttl_s, _MAX_TTL_S)
+
+    def _completion(
+        self, completion_id: str, delta: Sequence[Message], script: ScriptedReply, prompt_tokens: int
+    ) -> dict[str, Any]:
+        echo = None if script.tool_calls else str(delta[-1].get("content") or "")
+        message: Message = {"role": "assistant", "content": echo if script.text is None else script.text}
+        if script.tool_calls:
+            message["tool_calls"] = [dict(call) for call in script.tool_calls]
+        finish_reason = script.finish_reason or ("tool_calls" if script.tool_calls else "stop")
+        num_new = _count([message])
+        return {
+            "id": completion_id,
+            "object": "chat.completion",
+            "created": 0,
+            "model": self._model,
+            "choices": [{"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": None}],
+            "usage": {
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": num_new,
+                "total_tokens": prompt_tokens + num_new,
+            },
+        }
+
+
+def chunks_of(completion: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield chunks that say the same as the completion: text by words, tool-call arguments in two pieces."""
+    head = {name: completion[name] for name in ("id", "created", "model")}
+    head["object"] = "chat.completion.chunk"
+    choice = completion["choices"][0]
+    message = choice["message"]
+    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    deltas += [
+        {"content": word} for word in (message["content"] or "").replace(" ", "\0 ").split("\0") if word
+    ]
+    for index, call in enumerate(message.get("tool_calls", ())):
+        arguments = call["function"]["arguments"]
+        half = len(arguments) // 2
+        first = {**call, "index": index, "function": {**call["function"], "arguments": arguments[:half]}}
+        rest = {"index": index, "function": {"arguments": arguments[half:]}}
+        deltas += [{"tool_calls": [first]}, {"tool_calls": [rest]}]
+    for delta in deltas:
+        yield {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
+    yield {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]}
+
+
+def whole_chunk_of(completion: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one chunk with the whole message, as the stored reply of a repeated turn is streamed."""
+    kept = {name: completion[name] for name in ("id", "created", "model")}
+    choice = completion["choices"][0]
+    calls = [{**call, "index": index} for index, call in enumerate(choice["message"].get("tool_calls", ()))]
+    delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
+    choices = [{"index": 0, "delta": delta, "finish_reason": choice["finish_reason"]}]
+    return {**kept, "object": "chat.completion.chunk", "choices": choices}
+
+
+def last_chunk_of(completion: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the chunk that ends a turn: no choices, but `usage` and `bidikv`."""
+    kept = {name: completion[name] for name in ("id", "created", "model", "usage", "bidikv")}
+    return {**kept, "object": "chat.completion.chunk", "choices": []}
+
+
+def _count(messages: Sequence[Message]) -> int:
+    return sum(len(f"{message.get('role')} {message.get('content') or ''}".split()) for message in messages)
+
+
+def _cache_report(session: FakeSession, prompt_tokens: int, script: ScriptedReply, route: str) -> CacheReport:
+    held_tokens = min(session.num_tokens, prompt_tokens)
+    by_route: dict[str, Outcome] = {"local": "local", "prefill": "prefilled", "recompute": "recomputed"}
+    outcome = script.outcome or (by_route.get(route, "fetched") if held_tokens else "recomputed")
+    usual: Reason = "cheapest" if route == "auto" else "forced"
+    reused_tokens = held_tokens if outcome in {"local", "prefilled"} else 0
+    fetched_tokens = held_tokens if outcome == "fetched" else 0
+    return CacheReport(
+        outcome=outcome,
+        reason=script.reason or (usual if held_tokens else session.next_reason),
+        prompt_tokens=prompt_tokens,
+        held_tokens=held_tokens,
+        reused_tokens=reused_tokens,
+        fetched_tokens=fetched_tokens,
+        computed_tokens=prompt_tokens - reused_tokens - fetched_tokens,
+        timings_s=Timings(ttft=0.0),
+    )

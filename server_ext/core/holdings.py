@@ -1,0 +1,215 @@
+"""What is held right now, and the steps between two states of it: the lease table's memory.
+
+Keeps one invariant: the references that the ledger counts are those of the live leases, the pins of open
+turns and the open tickets. Each step changes records, references and deadlines together; `leases` decides
+which step to take, and only it calls this module.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from bidikv_sdk.prefix import common_prefix_length, num_blocks
+
+from .deadlines import Dated, Deadlines
+from .ledger import BlockLedger
+from .records import Key, Lease, Slot, Ticket, Turn
+
+if TYPE_CHECKING:
+    from bidikv_sdk.wire import LeaseState, Reason
+
+    from .ports import BlockPins
+    from .settings import HomeSettings
+
+
+class Holdings:
+    """Leases, provisional pins, tickets and open turns of one engine, by key, nonce and ticket id."""
+
+    def __init__(self, pins: "BlockPins", settings: "HomeSettings", *, block_size: int) -> None:
+        self.ledger = BlockLedger(pins)
+        self.slots: dict[Key, Slot] = {}
+        self.leases: dict[Key, Lease] = {}
+        self.turns: dict[str, Turn] = {}
+        self.tickets: dict[str, Ticket] = {}
+        self.counters: Counter[str] = Counter()
+        self._deadlines: Deadlines[Dated] = Deadlines()
+        self._block_size = block_size
+        self._max_leased = int(pins.num_total_blocks() * settings.budget_fraction)
+        self._max_tenant_leased = int(self._max_leased * settings.tenant_share)
+
+    def pins_of_turns(self) -> Iterator[Lease]:
+        """Iterate the provisional leases."""
+        return (turn.pin for turn in self.turns.values() if turn.pin is not None)
+
+    # ---------------------------------------------------------------- turns and their pins
+
+    def open_turn(self, turn: Turn) -> None:
+        """Enter a turn of a session that has none open; its lease stops expiring."""
+        slot = self.slots.setdefault(turn.key, Slot())
+        slot.turn = self.turns[turn.nonce] = turn
+        self._deadlines.schedule(turn)
+
+    def close_turn(self, turn: Turn) -> None:
+        """Remove an open turn and its pin; the session's lease, if any, expires again."""
+        self.drop_pin(turn, None)
+        self._deadlines.drop(turn)
+        del self.turns[turn.nonce]
+        self.slots[turn.key].turn = None
+        if turn.key in self.leases:
+            self._deadlines.schedule(self.leases[turn.key])
+
+    def put_pin(self, turn: Turn, pin: Lease) -> None:
+        """Pin the blocks of a turn that has no pin."""
+        self.ledger.pin(pin.block_ids)
+        self._deadlines.schedule(pin)
+        turn.pin, turn.pin_reason = pin, None
+
+    def drop_pin(self, turn: Turn, reason: "Reason | None") -> None:
+        """Give the pin of a turn back, if it has one."""
+        if turn.pin is not None:
+            self._deadlines.drop(turn.pin)
+            self.ledger.unpin(turn.pin.block_ids)
+            turn.pin, turn.pin_reason = None, reason
+            self.counters["pins_dropped"] += 1
+
+    # ---------------------------------------------------------------- leases
+
+    def grant(
+        self, turn: Turn, num_tokens: int, ttl_s: float, token_ids: "array[int] | None", *, now_s: float
+    ) -> None:
+        """Make the first `num_tokens` (> 0) of a turn's pin the session's lease, within the budgets.
+
+        The old lease is superseded: its references are given back when the new ones exist.
+        """
+        pin, turn.pin = turn.pin, None
+        assert pin is not None  # noqa: S101 (the caller's promise)
+        self._deadlines.drop(pin)
+        num_tokens = min(num_tokens, pin.num_tokens)
+        wanted_ids = pin.block_ids[: num_blocks(num_tokens, self._block_size)]
+        granted_ids = self._supersede(pin.key, wanted_ids)
+        self.ledger.unpin(pin.block_ids[len(granted_ids) :])
+
+        slot = self.slots[pin.key]
+        slot.state, slot.reason = ("active" if granted_ids else "none"), turn.pin_reason
+        if len(granted_ids) < len(wanted_ids):
+            slot.reason = "over_budget"
+            self.counters[f"leases_{'clipped' if granted_ids else 'rejected'}:over_budget"] += 1
+        if granted_ids:
+            num_tokens = min(num_tokens, len(granted_ids) * self._block_size)
+            held_ids = pin.token_ids[:num_tokens]
+            if token_ids is not None and token_ids[:num_tokens] == held_ids:
+                held_ids = token_ids
+            lease = Lease(
+                due_s=now_s + ttl_s,
+                key=pin.key,
+                block_ids=granted_ids,
+                num_tokens=num_tokens,
+                token_ids=held_ids,
+                fingerprint=pin.fingerprint,
+                ttl_s=ttl_s,
+            )
+            self.leases[pin.key] = lease
+            self._deadlines.schedule(lease)
+            self.counters["leases_granted"] += 1
+
+    def _supersede(self, key: Key, wanted_ids: "array[int]") -> "array[int]":
+        """Charge pinned blocks in place of the session's lease; return those that the budgets allow."""
+        tenant = key[0]
+        old = self.leases.pop(key, None)
+        old_ids = old.block_ids if old is not None else array("i")
+        # What old and new share changes no count: after a long history only the new blocks cost anything.
+        num_shared = common_prefix_length(old_ids, wanted_ids)
+        self.ledger.credit(tenant, old_ids[num_shared:])
+        num_granted = num_shared + self.ledger.num_affordable(
+            tenant,
+            wanted_ids[num_shared:],
+            max_leased=self._max_leased,
+            max_tenant_leased=self._max_tenant_leased,
+        )
+        self.ledger.charge(tenant, wanted_ids[num_shared:num_granted])
+        if old is not None:
+            self._deadlines.drop(old)
+            self.ledger.unpin(old_ids)
+            self.counters["leases_superseded"] += 1
+        return wanted_ids[:num_granted]
+
+    def renew(self, key: Key, ttl_s: float | None, *, now_s: float) -> None:
+        """Let a session's lease, if any, live at least `ttl_s` (None: its own ttl) from now."""
+        lease = self.leases.get(key)
+        if lease is not None:
+            lease.due_s = max(lease.due_s, now_s + (lease.ttl_s if ttl_s is None else ttl_s))
+            self.counters["leases_renewed"] += 1
+
+    def end_lease(self, key: Key, state: "LeaseState", reason: "Reason") -> None:
+        """Give a live lease back."""
+        lease, slot = self.leases.pop(key), self.slots[key]
+        self._deadlines.drop(lease)
+        self.ledger.credit(key[0], lease.block_ids)
+        self.ledger.unpin(lease.block_ids)
+        slot.state, slot.reason = state, reason
+        self.counters[f"leases_ended:{reason}"] += 1
+
+    def clip(self, lease: Lease, num_kept: int) -> None:
+        """Take the blocks behind the first `num_kept` from a lease or a pin, under memory pressure."""
+        slot = self.slots[lease.key]
+        clipped_ids = lease.block_ids[num_kept:]
+        self.counters["blocks_revoked"] += len(clipped_ids)
+        if lease.is_provisional:
+            assert slot.turn is not None  # noqa: S101 (a pin ends with its turn)
+            slot.turn.pin_reason = "lease_revoked"
+            if num_kept == 0:
+                self.drop_pin(slot.turn, "lease_revoked")
+                return
+        elif num_kept == 0:
+            self.end_lease(lease.key, "revoked", "lease_revoked")
+            return
+        else:
+            slot.reason = "lease_revoked"
+            self.ledger.credit(lease.key[0], clipped_ids)
+            self.counters["leases_clipped:lease_revoked"] += 1
+        self.ledger.unpin(clipped_ids)
+        del lease.block_ids[num_kept:]
+        lease.num_tokens = min(lease.num_tokens, num_kept * self._block_size)
+
+    # ---------------------------------------------------------------- tickets
+
+    def open_ticket(self, turn: Turn, ticket: Ticket) -> None:
+        """Take a ticket's references for the reader of a turn."""
+        self.ledger.open_ticket(ticket.block_ids)
+        self._deadlines.schedule(ticket)
+        self.tickets[ticket.ticket_id] = ticket
+        turn.ticket_id = ticket.ticket_id
+        self.counters["tickets_opened"] += 1
+
+    def end_ticket(self, ticket: Ticket, how: str) -> None:
+        """Give an open ticket's references back."""
+        del self.tickets[ticket.ticket_id]
+        self._deadlines.drop(ticket)
+        self.ledger.close_ticket(ticket.block_ids)
+        self.counters[f"tickets_{how}"] += 1
+
+    # ---------------------------------------------------------------- time
+
+    def sweep(self, *, now_s: float) -> int:
+        """End everything that is due, wherever it stands; return how many ended."""
+        num_ended = 0
+        while (item := self._deadlines.pop_due(now_s=now_s)) is not None:
+            num_ended += self._expire(item)
+        return num_ended
+
+    def _expire(self, item: Dated) -> bool:
+        if isinstance(item, Ticket):
+            self.end_ticket(item, "expired")
+        elif isinstance(item, Turn):
+            self.close_turn(item)
+            self.counters["turns_timed_out"] += 1
+        elif isinstance(item, Lease):
+            turn = self.slots[item.key].turn
+            if turn is None:
+                self.end_lease(item.key, "expired", "lease_expired")
+            elif item.is_provisional:
+                self.drop_pin(turn, "lease_expired")
+            else:
+                return False  # closing its turn schedules it again
+        return True

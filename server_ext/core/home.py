@@ -1,0 +1,323 @@
+"""The home of sessions on one engine: what API processes and the scheduler may ask of its two tables.
+
+API processes call `handle(op, arg)` with plain dicts. A turn: `load` (render from this) · `begin` (nonce,
+ticket) · the request runs under the nonce, and the scheduler calls `finish` when it ends · `settle`, or
+`abandon`; and `return_ticket` when the reader has answered. The scheduler's thread calls `finish`, `is_open`,
+`sweep`, `num_reclaimable`, `revoke` and `release_all` directly.
+
+Every operation's result has `info`, the `bidikv` object of the wire (`cache` null), unless said otherwise; or
+only `error`, the error object of the wire, with nothing changed. Pure; may import the standard library,
+`bidikv_sdk.{wire, prefix}` and its neighbours.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from bidikv_sdk.wire import SessionInfo
+
+from .errors import HomeError, SessionNotFound
+from .leases import LeaseTable
+from .ops import read_arg
+from .sessions import SessionTable
+from .tickets import TICKET_ID_PREFIX, build_ticket
+
+if TYPE_CHECKING:
+    from array import array
+    from collections import Counter
+
+    from bidikv_sdk.wire import Reason
+
+    from .ports import BlockPins
+    from .records import Begun, Key, Ticket
+    from .settings import HomeSettings
+
+
+class Home:
+    """Sessions and leases of one engine. Not thread-safe: the scheduler's thread owns it.
+
+    Args:
+        pins: the engine's block pool.
+        settings: limits and times.
+        block_size: tokens per block.
+        max_request_blocks: blocks of the longest request.
+        incarnation: random name of this process's life; sessions and leases end with it.
+        secret: signs tickets; shared with the readers.
+        make_address: the transport's fields of a ticket (see `tickets.build_ticket`), from its deadline.
+        new_nonce: mints a random name that nobody can guess.
+    """
+
+    def __init__(
+        self,
+        pins: "BlockPins",
+        settings: "HomeSettings",
+        *,
+        block_size: int,
+        max_request_blocks: int,
+        incarnation: str,
+        secret: bytes,
+        make_address: Callable[[float], Mapping[str, Any]],
+        new_nonce: Callable[[], str],
+    ) -> None:
+        self.incarnation = incarnation
+        self._secret = secret
+        self._make_address = make_address
+        self._new_nonce = new_nonce
+        self._leases = LeaseTable(
+            pins,
+            settings,
+            block_size=block_size,
+            max_request_blocks=max_request_blocks,
+            new_ticket_id=lambda: TICKET_ID_PREFIX + new_nonce(),
+        )
+        self._sessions = SessionTable(
+            settings, on_drop=lambda key, now_s: self._leases.forget(key, now_s=now_s)
+        )
+        # Closed on purpose: what comes in names an operation, never an attribute.
+        self._ops: dict[str, Callable[..., dict[str, Any]]] = {
+            "open": self.open,
+            "load": self.load,
+            "begin": self.begin,
+            "settle": self.settle,
+            "abandon": self.abandon,
+            "return_ticket": self.return_ticket,
+            "extend": self.extend,
+            "release": self.release,
+            "end": self.end,
+            "get": self.get,
+            "list": self.list_sessions,
+        }
+
+    def handle(self, op: str, arg: Any, *, now_s: float) -> dict[str, Any]:
+        """Run one operation; its argument's fields are those of `ops.OPS`."""
+        try:
+            return self._ops[op](**read_arg(op, arg), now_s=now_s)
+        except HomeError as error:
+            return {"error": error.to_json()}
+
+    # ---------------------------------------------------------------- operations: a turn
+
+    def open(
+        self, *, tenant: str, session_id: str, chunk: bytes, turn: int, replace: bool, now_s: float
+    ) -> dict[str, Any]:
+        """Open a session, or return it as it is; with `replace` swap its transcript. Its lease stays."""
+        key = (tenant, session_id)
+        self._sessions.open(key, chunk, turn=turn, replace=replace, now_s=now_s)
+        return {"info": self._info(key, now_s=now_s)}
+
+    def load(
+        self, *, tenant: str, session_id: str, turn: int, idempotency_key: str, now_s: float
+    ) -> dict[str, Any]:
+        """Return what the conductor of turn number `turn` renders from; refuse a turn that could not begin.
+
+        A first turn opens an unknown session. The result has `transcript` (the chunks), `token_ids` (packed
+        int32, empty where not known) and `incarnation`, and `reply` None. Where the turn is a repetition it has
+        only the stored `reply` beside `info`.
+        """
+        self.sweep(now_s=now_s)
+        key = (tenant, session_id)
+        if turn == 1 and self._sessions.get(key) is None:
+            self._sessions.open(key, b"", turn=0, replace=False, now_s=now_s)
+        reply = self._sessions.check_turn(key, turn, idempotency_key, now_s=now_s)
+        if reply is not None:
+            return {"info": self._info(key, now_s=now_s), "reply": reply}
+        session = self._sessions.require(key, now_s=now_s)
+        return {
+            "info": self._info(key, now_s=now_s),
+            "reply": None,
+            "transcript": list(session.transcript),
+            "token_ids": session.token_ids.tobytes(),
+            "incarnation": self.incarnation,
+        }
+
+    def begin(
+        self,
+        *,
+        tenant: str,
+        session_id: str,
+        turn: int,
+        idempotency_key: str,
+        prompt_ids: "array[int]",
+        fingerprint: str,
+        want_ticket: bool,
+        now_s: float,
+    ) -> dict[str, Any]:
+        """Begin a turn, all or nothing; one that ran too long is taken over.
+
+        The result has `nonce`, `held_tokens`, `matched_tokens`, `diverged_at`, `lease_reason`, `ticket`
+        (signed `kv_transfer_params`, or None), `ticket_id` and `ticket_reason` (why there is none although
+        tokens matched), and `reply` None. Where the turn is a repetition it has only the stored `reply` beside
+        `info`.
+        """
+        key = (tenant, session_id)
+        nonce = self._new_nonce()
+        reply = self._sessions.start_turn(key, turn, idempotency_key, nonce, now_s=now_s)
+        if reply is not None:
+            return {"info": self._info(key, now_s=now_s), "reply": reply}
+        try:
+            begun = self._leases.begin(
+                key, prompt_ids, fingerprint, now_s=now_s, want_ticket=want_ticket, nonce=nonce
+            )
+            ticket = self._signed(begun.ticket, prompt_ids, fingerprint, nonce)
+        except BaseException:
+            self._leases.abandon(nonce, return_ticket=True, now_s=now_s)
+            self._sessions.cancel_turn(nonce, now_s=now_s)
+            raise
+        return {
+            "info": self._info(key, now_s=now_s),
+            "reply": None,
+            "nonce": nonce,
+            "held_tokens": begun.held_tokens,
+            "matched_tokens": begun.matched_tokens,
+            "diverged_at": begun.diverged_at,
+            "lease_reason": self._lease_reason(key, begun),
+            "ticket": ticket,
+            "ticket_id": begun.ticket.ticket_id if begun.ticket is not None else None,
+            "ticket_reason": begun.ticket_reason,
+        }
+
+    def settle(
+        self,
+        *,
+        nonce: str,
+        num_tokens_kept: int,
+        token_ids: "array[int]",
+        chunk: bytes,
+        reply: bytes,
+        ttl_s: Any,
+        now_s: float,
+    ) -> dict[str, Any]:
+        """Append a finished turn to its session, and make what it pinned the session's lease.
+
+        `token_ids` are all ids of the history with this turn, of which the answer kept `num_tokens_kept`;
+        `chunk` is its part of the transcript, and `reply` what a repetition gets.
+        """
+        ttl_s = self._leases.checked_ttl_s(ttl_s)
+        # The record first: it cannot fail behind this line, and dropping others for it frees budget.
+        session = self._sessions.complete_turn(nonce, token_ids, chunk, reply, now_s=now_s)
+        self._leases.settle(nonce, num_tokens_kept, ttl_s=ttl_s, now_s=now_s, token_ids=token_ids)
+        return {"info": self._info(session.key, now_s=now_s)}
+
+    def abandon(self, *, nonce: str, return_ticket: bool, now_s: float) -> dict[str, Any]:
+        """End a turn without a trace; the result is `was_open` alone. Idempotent."""
+        self._leases.abandon(nonce, return_ticket=return_ticket, now_s=now_s)
+        return {"was_open": self._sessions.cancel_turn(nonce, now_s=now_s)}
+
+    def return_ticket(self, *, ticket_id: str, now_s: float) -> dict[str, Any]:
+        """End a ticket whose reader is done; the result is `was_open` alone. Idempotent."""
+        return {"was_open": self._leases.return_ticket(ticket_id, now_s=now_s)}
+
+    # ---------------------------------------------------------------- operations: the owner
+
+    def extend(self, *, tenant: str, session_id: str, ttl_s: Any, now_s: float) -> dict[str, Any]:
+        """Keep the lease for at least `ttl_s` more seconds."""
+        key = (tenant, session_id)
+        self._sessions.require(key, now_s=now_s)
+        self._leases.extend(key, ttl_s, now_s=now_s)
+        return {"info": self._info(key, now_s=now_s)}
+
+    def release(self, *, tenant: str, session_id: str, now_s: float) -> dict[str, Any]:
+        """Give the lease back and keep the session (see `LeaseTable.release` for a turn that runs)."""
+        key = (tenant, session_id)
+        self._sessions.require(key, now_s=now_s)
+        self._leases.release(key, now_s=now_s)
+        return {"info": self._info(key, now_s=now_s)}
+
+    def end(self, *, tenant: str, session_id: str, now_s: float) -> dict[str, Any]:
+        """Give the lease back and forget the session, a running turn with it; `info` is its last state."""
+        key = (tenant, session_id)
+        self._sessions.require(key, now_s=now_s)
+        self._leases.release(key, now_s=now_s)
+        info = self._info(key, now_s=now_s)
+        self._sessions.end(key, now_s=now_s)
+        return {"info": info}
+
+    def get(self, *, tenant: str, session_id: str, now_s: float) -> dict[str, Any]:
+        """Look at a session without using it; the result also has `is_running`."""
+        self.sweep(now_s=now_s)
+        key = (tenant, session_id)
+        session = self._sessions.get(key)
+        if session is None:
+            msg = f"session {session_id!r} is not known here: open it again with its full history"
+            raise SessionNotFound(msg)
+        return {"info": self._info(key, now_s=now_s), "is_running": session.open_turn is not None}
+
+    def list_sessions(self, *, tenant: str | None, now_s: float) -> dict[str, Any]:
+        """List the sessions of a tenant, or all: `sessions`, each with `tenant`, `info` and `is_running`."""
+        self.sweep(now_s=now_s)
+        return {
+            "sessions": [
+                {
+                    "tenant": session.key[0],
+                    "info": self._info(session.key, now_s=now_s),
+                    "is_running": session.open_turn is not None,
+                }
+                for session in self._sessions
+                if tenant is None or session.key[0] == tenant
+            ]
+        }
+
+    # ---------------------------------------------------------------- the scheduler's thread
+
+    def finish(
+        self, nonce: str, block_ids: Sequence[int], num_tokens: int, token_ids: Sequence[int], *, now_s: float
+    ) -> bool:
+        """Pin a finished request's blocks provisionally, as `LeaseTable.finish`."""
+        return self._leases.finish(nonce, block_ids, num_tokens, token_ids, now_s=now_s)
+
+    def is_open(self, nonce: str) -> bool:
+        """Return whether a request's session id is the nonce of an open turn."""
+        return self._leases.is_open(nonce)
+
+    def sweep(self, *, now_s: float) -> int:
+        """End all that is due, in both tables; return how many."""
+        return self._leases.sweep(now_s=now_s) + self._sessions.sweep(now_s=now_s)
+
+    def num_reclaimable(self, *, now_s: float, limit: int | None = None) -> int:
+        """Return how many blocks revoking could free, as `LeaseTable.num_reclaimable`."""
+        return self._leases.num_reclaimable(now_s=now_s, limit=limit)
+
+    def revoke(self, num_blocks: int, *, now_s: float) -> int:
+        """Free blocks for requests, as `LeaseTable.revoke`."""
+        return self._leases.revoke(num_blocks, now_s=now_s)
+
+    def release_all(self, reason: "Reason", *, now_s: float) -> bool:
+        """Drop every lease unless tickets are open, as `LeaseTable.release_all`."""
+        return self._leases.release_all(reason, now_s=now_s)
+
+    @property
+    def counters(self) -> "Counter[str]":
+        """Events since start, as `LeaseTable.counters`."""
+        return self._leases.counters
+
+    # ---------------------------------------------------------------- steps
+
+    def _info(self, key: "Key", *, now_s: float) -> dict[str, Any]:
+        session = self._sessions.get(key)
+        return SessionInfo(
+            session=key[1],
+            turn=session.turn if session is not None else 0,
+            lease=self._leases.info(key, now_s=now_s),
+            cache=None,
+            pool=self._leases.pool(now_s=now_s),
+        ).to_json()
+
+    def _lease_reason(self, key: "Key", begun: "Begun") -> "Reason | None":
+        session = self._sessions.get(key)
+        is_reopened = session is not None and session.is_reopened
+        return "home_lost" if begun.lease_reason == "first_turn" and is_reopened else begun.lease_reason
+
+    def _signed(
+        self, ticket: "Ticket | None", prompt_ids: "array[int]", fingerprint: str, nonce: str
+    ) -> dict[str, Any] | None:
+        if ticket is None:
+            return None
+        return build_ticket(
+            self._make_address(ticket.deadline_s),
+            ticket_id=ticket.ticket_id,
+            block_ids=ticket.block_ids,
+            num_tokens=ticket.num_tokens,
+            prompt_ids=prompt_ids,
+            fingerprint=fingerprint,
+            nonce=nonce,
+            secret=self._secret,
+        )

@@ -1,0 +1,404 @@
+"""The lease table: which KV blocks each session holds on this engine, until when, and what a turn may do.
+
+The life of a turn, in call order: `begin` (match the prompt, check out a ticket) · `finish` (the scheduler
+pins the request's blocks provisionally) · `settle` (the pin becomes the lease and supersedes the old one), or
+`abandon` (the old lease stays) · `return_ticket`. Owners call `extend`, `release` and `forget`; the engine
+calls `revoke` and `release_all`. Every verb sweeps first what is due, so there is no timer.
+
+Leases are soft: nothing is correct because of one. May import the standard library, `bidikv_sdk.{wire,
+prefix}` and its neighbours.
+"""
+
+import math
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from bidikv_sdk.prefix import common_prefix_length, num_blocks
+from bidikv_sdk.wire import LeaseInfo, PoolInfo
+
+from .errors import InvalidRequest, LeaseLost, TurnConflict
+from .holdings import Holdings
+from .policy import RevocationOrder, least_remaining_first
+from .records import Begun, Key, Lease, Slot, Ticket, Turn
+from .revocation import plan_revocation
+
+if TYPE_CHECKING:
+    from collections import Counter
+
+    from bidikv_sdk.wire import Reason
+
+    from .ports import BlockPins
+    from .settings import HomeSettings
+
+# A turn may last longer than this, but whoever waits for one should see its end soon.
+TURN_RETRY_AFTER_S: Final = 0.2
+
+
+class LeaseTable:
+    """All leases, provisional pins and tickets of one engine, owned by the scheduler's thread.
+
+    Args:
+        pins: the engine's block pool.
+        settings: budgets and times.
+        block_size: tokens per block.
+        max_request_blocks: blocks of the longest request; tickets never leave fewer than these to requests.
+        new_ticket_id: mints an id that nobody can guess.
+        order: which lease gives way first.
+    """
+
+    def __init__(
+        self,
+        pins: "BlockPins",
+        settings: "HomeSettings",
+        *,
+        block_size: int,
+        max_request_blocks: int,
+        new_ticket_id: Callable[[], str],
+        order: RevocationOrder = least_remaining_first,
+    ) -> None:
+        self._pins = pins
+        self._settings = settings
+        self._block_size = block_size
+        self._max_ticketed = pins.num_total_blocks() - max_request_blocks
+        self._new_ticket_id = new_ticket_id
+        self._order = order
+        self._held = Holdings(pins, settings, block_size=block_size)
+
+    # ---------------------------------------------------------------- a turn
+
+    def begin(
+        self,
+        key: Key,
+        prompt_ids: "Sequence[int] | array[int]",
+        fingerprint: str,
+        *,
+        now_s: float,
+        want_ticket: bool,
+        nonce: str,
+    ) -> Begun:
+        """Begin a turn: renew the session's lease for it, and open a ticket on what matches the prompt.
+
+        The lease does not expire while its turn is open, but may be revoked. An unknown key is a session
+        without a lease.
+
+        Args:
+            key: the session.
+            prompt_ids: [num_tokens], the whole prompt.
+            fingerprint: of the model, weights, adapter and salt that the turn runs with.
+            now_s: monotonic seconds.
+            want_ticket: whether a reader is to read the matching blocks.
+            nonce: the turn's name, new and unguessable.
+
+        Raises:
+            TurnConflict: a turn of the session is open; nothing changed.
+        """
+        self._held.sweep(now_s=now_s)
+        slot = self._held.slots.get(key, Slot())
+        if slot.turn is not None:
+            msg = f"a turn of session {key[1]!r} is running: retry when it has ended"
+            raise TurnConflict(msg, retry_after_s=TURN_RETRY_AFTER_S)
+        due_s = now_s + self._settings.turn_timeout_s
+        turn = Turn(due_s=due_s, key=key, nonce=nonce, fingerprint=fingerprint)
+        self._held.open_turn(turn)
+        self._held.renew(key, None, now_s=now_s)
+        lease = self._held.leases.get(key)
+        if lease is None:
+            return Begun(0, 0, None, slot.reason or "first_turn", None, None)
+        if lease.fingerprint != fingerprint:
+            return Begun(lease.num_tokens, 0, None, "model_changed", None, None)
+        num_matched = min(common_prefix_length(lease.token_ids, prompt_ids), lease.num_tokens)
+        diverged_at = num_matched if num_matched < min(lease.num_tokens, len(prompt_ids)) else None
+        ticket, ticket_reason = None, None
+        if want_ticket and num_matched:
+            ticket, ticket_reason = self._check_out(turn, lease, num_matched, now_s=now_s)
+        return Begun(lease.num_tokens, num_matched, diverged_at, slot.reason, ticket, ticket_reason)
+
+    def _check_out(
+        self, turn: Turn, lease: Lease, num_tokens: int, *, now_s: float
+    ) -> "tuple[Ticket | None, Reason | None]":
+        block_ids = lease.block_ids[: num_blocks(num_tokens, self._block_size)]
+        reason: Reason | None = None
+        if num_tokens < self._settings.min_fetch_tokens:
+            reason = "below_threshold"
+        elif self._held.ledger.num_ticketed_with(block_ids) > self._max_ticketed:
+            # Tickets cannot be revoked: all of them together must leave room for the longest request.
+            reason = "over_budget"
+        if reason is not None:
+            self._held.counters[f"tickets_refused:{reason}"] += 1
+            return None, reason
+        deadline_s = now_s + self._settings.ticket_ttl_s
+        ticket = Ticket(
+            due_s=deadline_s + self._settings.ticket_grace_s,
+            ticket_id=self._new_ticket_id(),
+            block_ids=block_ids,
+            num_tokens=num_tokens,
+            deadline_s=deadline_s,
+        )
+        self._held.open_ticket(turn, ticket)
+        return ticket, None
+
+    def finish(
+        self, nonce: str, block_ids: Sequence[int], num_tokens: int, token_ids: Sequence[int], *, now_s: float
+    ) -> bool:
+        """Pin the blocks of a turn's finished request provisionally; return whether this call pinned them.
+
+        Nothing is pinned for an unknown nonce, for a turn that has a pin already, or without computed tokens
+        (a request that lost its blocks): then the old lease stays.
+
+        Args:
+            nonce: of `begin`.
+            block_ids: [>= blocks of num_tokens], while the request still holds them.
+            num_tokens: tokens whose KV is certainly computed, in-flight ones excluded.
+            token_ids: [>= num_tokens], prompt and generated ids.
+            now_s: monotonic seconds.
+        """
+        self._held.sweep(now_s=now_s)
+        turn = self._held.turns.get(nonce)
+        num_tokens = min(num_tokens, len(token_ids), len(block_ids) * self._block_size)
+        if turn is None or turn.pin is not None or num_tokens <= 0:
+            return False
+        pin = Lease(
+            due_s=now_s + self._settings.provisional_ttl_s,
+            key=turn.key,
+            block_ids=array("i", block_ids[: num_blocks(num_tokens, self._block_size)]),
+            num_tokens=num_tokens,
+            token_ids=array("i", token_ids[:num_tokens]),
+            fingerprint=turn.fingerprint,
+            ttl_s=self._settings.default_ttl_s,
+            is_provisional=True,
+        )
+        self._held.put_pin(turn, pin)
+        return True
+
+    def settle(
+        self,
+        nonce: str,
+        num_tokens_kept: int,
+        *,
+        ttl_s: float | None,
+        now_s: float,
+        token_ids: "array[int] | None" = None,
+    ) -> LeaseInfo:
+        """End a turn: its pin, clipped to what the answer kept, becomes the lease and supersedes the old one.
+
+        Without a pin (gone, or never made), or where nothing is kept, the previous lease stays and is
+        renewed. Over the budget of the pool or of the tenant the new lease is shorter, or none, with that
+        reason.
+
+        Args:
+            nonce: of `begin`.
+            num_tokens_kept: tokens of the prompt and the answer that the session keeps.
+            ttl_s: life of the lease in seconds, at most `max_ttl_s`; None for the default.
+            now_s: monotonic seconds.
+            token_ids: the session's own copy of the ids; shared where equal, to keep them in memory once.
+
+        Raises:
+            InvalidRequest: `ttl_s` is not a number above 0; nothing changed.
+            TurnConflict: no such turn is open.
+        """
+        ttl_s = self.checked_ttl_s(ttl_s)
+        self._held.sweep(now_s=now_s)
+        turn = self._held.turns.get(nonce)
+        if turn is None:
+            msg = f"turn {nonce!r} is not open: it was ended or took too long; begin it again"
+            raise TurnConflict(msg, retry_after_s=TURN_RETRY_AFTER_S)
+        if turn.pin is not None and num_tokens_kept > 0:
+            self._held.grant(turn, num_tokens_kept, ttl_s, token_ids, now_s=now_s)
+        else:
+            if turn.pin is None:
+                self._explain_lost_pin(turn)
+            self._held.renew(turn.key, ttl_s, now_s=now_s)
+        self._held.close_turn(turn)
+        return self._info(turn.key, now_s=now_s)
+
+    def _explain_lost_pin(self, turn: Turn) -> None:
+        slot = self._held.slots[turn.key]
+        # A request that never had a pin lost its blocks before it ended, which only memory pressure does.
+        slot.reason = turn.pin_reason or "lease_revoked"
+        if turn.key not in self._held.leases:
+            slot.state = "expired" if slot.reason == "lease_expired" else "revoked"
+
+    def abandon(self, nonce: str, *, return_ticket: bool, now_s: float) -> bool:
+        """End a turn that failed or whose client left: its pin is dropped; the old lease stays, renewed.
+
+        Returns whether the turn was open; an unknown nonce changes nothing.
+
+        Args:
+            nonce: of `begin`.
+            return_ticket: whether no reader can still be reading; else the ticket stays until its deadline.
+            now_s: monotonic seconds.
+        """
+        self._held.sweep(now_s=now_s)
+        turn = self._held.turns.get(nonce)
+        if turn is None:
+            return False
+        self._held.close_turn(turn)
+        self._held.renew(turn.key, None, now_s=now_s)
+        if return_ticket and turn.ticket_id is not None:
+            self.return_ticket(turn.ticket_id, now_s=now_s)
+        return True
+
+    def return_ticket(self, ticket_id: str, *, now_s: float) -> bool:
+        """End a ticket whose reader is done; return whether it was open (idempotent)."""
+        self._held.sweep(now_s=now_s)
+        ticket = self._held.tickets.get(ticket_id)
+        if ticket is None:
+            return False
+        self._held.end_ticket(ticket, "returned")
+        return True
+
+    def is_open(self, nonce: str) -> bool:
+        """Return whether a turn has begun and neither ended nor been swept."""
+        return nonce in self._held.turns
+
+    # ---------------------------------------------------------------- the owner
+
+    def extend(self, key: Key, ttl_s: float | None, *, now_s: float) -> LeaseInfo:
+        """Keep a lease for at least `ttl_s` more seconds (cut to `max_ttl_s`; None: the default).
+
+        Never shortens: where the lease has longer to live already, nothing changes.
+
+        Raises:
+            InvalidRequest: `ttl_s` is not a number above 0.
+            LeaseLost: the session holds no lease (also for an unknown key); the reason says why.
+        """
+        ttl_s = self.checked_ttl_s(ttl_s)
+        self._held.sweep(now_s=now_s)
+        if key not in self._held.leases:
+            reason = self._held.slots.get(key, Slot()).reason or "first_turn"
+            msg = f"session {key[1]!r} holds no lease ({reason}): its next turn makes a new one"
+            raise LeaseLost(msg, reason=reason)
+        self._held.renew(key, ttl_s, now_s=now_s)
+        return self._info(key, now_s=now_s)
+
+    def release(self, key: Key, *, now_s: float) -> LeaseInfo:
+        """Give a session's lease back; idempotent, and without effect where there never was one.
+
+        A turn that is running goes on, and its end makes a new lease: release speaks of what is held now. To
+        keep nothing after a running turn, release when it has ended. Open tickets stay open.
+        """
+        self._held.sweep(now_s=now_s)
+        slot = self._held.slots.get(key)
+        if key in self._held.leases:
+            self._held.end_lease(key, "released", "released")
+        elif slot is not None and slot.state != "none":
+            # Also what is gone already: the engine must not take up again what its owner gave back.
+            slot.state, slot.reason = "released", "released"
+        return self._info(key, now_s=now_s)
+
+    def forget(self, key: Key, *, now_s: float) -> None:
+        """Drop all that is known of a session: its lease, its open turn, its reason. Tickets stay open."""
+        self._held.sweep(now_s=now_s)
+        slot = self._held.slots.get(key)
+        if slot is not None and slot.turn is not None:
+            self._held.close_turn(slot.turn)
+        if key in self._held.leases:
+            self._held.end_lease(key, "released", "released")
+        self._held.slots.pop(key, None)
+
+    # ---------------------------------------------------------------- the engine
+
+    def sweep(self, *, now_s: float) -> int:
+        """End all that is due (turns, pins, tickets, leases); return how many. Cheap when nothing is."""
+        return self._held.sweep(now_s=now_s)
+
+    def num_reclaimable(self, *, now_s: float, limit: int | None = None) -> int:
+        """Return how many blocks would become free were all leases and pins revoked, counted up to `limit`.
+
+        Pass a limit where enough is enough: without one every leased block is looked at.
+        """
+        self._held.sweep(now_s=now_s)
+        return self._held.ledger.num_reclaimable(limit=limit)
+
+    def revoke(self, num_blocks: int, *, now_s: float) -> int:
+        """Free `num_blocks` blocks if leases hold as many that nobody else does, else all of those.
+
+        What has expired goes first, then leases by the order, those of open turns, and provisional pins at
+        last; each is clipped from its tail, by as little as does. Returns how many blocks became free.
+        """
+        num_free_before = self._pins.num_free_blocks()
+        self._held.sweep(now_s=now_s)
+        num_missing = num_blocks - (self._pins.num_free_blocks() - num_free_before)
+        if num_missing > 0:
+            victims = self._victims(now_s=now_s)
+            for lease, num_kept in plan_revocation(victims, num_missing, self._pins.num_references):
+                self._held.clip(lease, num_kept)
+        return self._pins.num_free_blocks() - num_free_before
+
+    def _victims(self, *, now_s: float) -> Iterator[Lease]:
+        in_use = []
+        for lease in self._order(self._held.leases.values(), now_s=now_s):
+            if self._held.slots[lease.key].turn is None:
+                yield lease
+            else:
+                in_use.append(lease)
+        yield from in_use
+        yield from self._held.pins_of_turns()
+
+    def release_all(self, reason: "Reason", *, now_s: float) -> bool:
+        """Drop every lease and pin with this reason, for a cache reset, sleep or new weights.
+
+        Returns False, with nothing done, while tickets are open: a reader may still be reading.
+        """
+        self._held.sweep(now_s=now_s)
+        if self._held.tickets:
+            return False
+        for key in list(self._held.leases):
+            self._held.end_lease(key, "revoked", reason)
+        for turn in self._held.turns.values():
+            self._held.drop_pin(turn, reason)
+        return True
+
+    # ---------------------------------------------------------------- questions
+
+    def info(self, key: Key, *, now_s: float) -> LeaseInfo:
+        """Return the state of a session's lease; `none` for an unknown key."""
+        self._held.sweep(now_s=now_s)
+        return self._info(key, now_s=now_s)
+
+    def pool(self, *, now_s: float) -> PoolInfo:
+        """Return the state of the block pool."""
+        self._held.sweep(now_s=now_s)
+        return PoolInfo(
+            free_blocks=self._pins.num_free_blocks(),
+            total_blocks=self._pins.num_total_blocks(),
+            pending_ticket_blocks=self._held.ledger.num_ticketed_blocks,
+        )
+
+    def holdings(self) -> Iterator[Lease | Ticket]:
+        """Iterate everything that holds references: leases, provisional pins, open tickets. Change none."""
+        yield from self._held.leases.values()
+        yield from self._held.pins_of_turns()
+        yield from self._held.tickets.values()
+
+    @property
+    def num_leased_blocks(self) -> int:
+        """Distinct blocks that leases hold; provisional pins and tickets are not counted."""
+        return self._held.ledger.num_leased_blocks
+
+    @property
+    def counters(self) -> "Counter[str]":
+        """Events since start, for metrics; `event:reason` where a reason tells them apart."""
+        return self._held.counters
+
+    def checked_ttl_s(self, ttl_s: Any) -> float:
+        """Return a caller's ttl, cut to the maximum; None is the default.
+
+        Raises:
+            InvalidRequest: it is not a finite number above 0.
+        """
+        if ttl_s is None:
+            return self._settings.default_ttl_s
+        is_number = isinstance(ttl_s, int | float) and not isinstance(ttl_s, bool)
+        if not is_number or not 0 < ttl_s < math.inf:
+            msg = f"ttl_s is {ttl_s!r:.80}: give a number of seconds above 0"
+            raise InvalidRequest(msg, param="ttl_s")
+        return float(min(ttl_s, self._settings.max_ttl_s))
+
+    def _info(self, key: Key, *, now_s: float) -> LeaseInfo:
+        slot, lease = self._held.slots.get(key, Slot()), self._held.leases.get(key)
+        if lease is None:
+            return LeaseInfo(slot.state, 0.0, 0, 0, slot.reason)
+        due_s = lease.due_s if slot.turn is None else max(lease.due_s, slot.turn.due_s)
+        return LeaseInfo("active", due_s - now_s, lease.num_tokens, len(lease.block_ids), slot.reason)

@@ -1,0 +1,131 @@
+"""The arguments of a home's operations: a closed table of names and types, checked at the door.
+
+What comes in has crossed a process boundary as msgpack. `read_arg` either returns what the operation takes,
+or refuses by name, so that no operation stops half-way over a bad value.
+"""
+
+from array import array
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias
+
+from .errors import InvalidRequest
+
+Reader: TypeAlias = Callable[[str, Any], Any]
+"""Takes the field's name and value (None where absent), returns what the operation gets."""
+
+_ID_BYTES: Final = 4
+
+
+def text(name: str, value: Any) -> str:
+    """Read a string."""
+    if isinstance(value, str):
+        return value
+    raise _wrong(name, value, "a string")
+
+
+def count(name: str, value: Any) -> int:
+    """Read an integer that is not negative."""
+    # bool is an int to Python, not to the protocol.
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise _wrong(name, value, "an integer, 0 or more")
+
+
+def flag(name: str, value: Any) -> bool:
+    """Read a boolean."""
+    if isinstance(value, bool):
+        return value
+    raise _wrong(name, value, "true or false")
+
+
+def data(name: str, value: Any) -> bytes:
+    """Read opaque bytes."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    raise _wrong(name, value, "bytes")
+
+
+def ids(name: str, value: Any) -> "array[int]":
+    """Read token ids [num_tokens], packed as little-endian int32."""
+    packed = data(name, value)
+    if len(packed) % _ID_BYTES:
+        msg = f"{name} has {len(packed)} bytes: give token ids as packed int32, {_ID_BYTES} bytes each"
+        raise InvalidRequest(msg, param=name)
+    token_ids = array("i")
+    token_ids.frombytes(packed)
+    return token_ids
+
+
+def anything(name: str, value: Any) -> Any:  # noqa: ARG001 (a reader)
+    """Hand on what the operation itself checks."""
+    return value
+
+
+def optional(reader: Reader, default: Any) -> Reader:
+    """Return a reader of a field that may be absent or None."""
+    return lambda name, value: default if value is None else reader(name, value)
+
+
+_KEY: Final[dict[str, Reader]] = {"tenant": text, "session_id": text}
+
+OPS: Final[Mapping[str, Mapping[str, Reader]]] = MappingProxyType(
+    {
+        "open": {
+            **_KEY,
+            "chunk": optional(data, b""),
+            "turn": optional(count, 0),
+            "replace": optional(flag, default=False),
+        },
+        "load": {**_KEY, "turn": count, "idempotency_key": optional(text, "")},
+        "begin": {
+            **_KEY,
+            "turn": count,
+            "idempotency_key": optional(text, ""),
+            "prompt_ids": ids,
+            "fingerprint": text,
+            "want_ticket": flag,
+        },
+        "settle": {
+            "nonce": text,
+            "num_tokens_kept": count,
+            "token_ids": ids,
+            "chunk": data,
+            "reply": data,
+            "ttl_s": anything,
+        },
+        "abandon": {"nonce": text, "return_ticket": flag},
+        "return_ticket": {"ticket_id": text},
+        "extend": {**_KEY, "ttl_s": anything},
+        "release": _KEY,
+        "end": _KEY,
+        "get": _KEY,
+        "list": {"tenant": optional(text, None)},
+    }
+)
+"""Every operation, and the fields of its argument."""
+
+
+def read_arg(op: str, arg: Any) -> dict[str, Any]:
+    """Return the checked fields of an operation's argument.
+
+    Raises:
+        InvalidRequest: the operation or a field is unknown, or a field is missing or wrongly typed.
+    """
+    fields = OPS.get(op)
+    if fields is None:
+        msg = f"operation {op!r:.80} is unknown: use one of {', '.join(OPS)}"
+        raise InvalidRequest(msg)
+    if not isinstance(arg, Mapping):
+        raise _wrong(op, arg, "an object")
+    for name in arg:
+        if name not in fields:
+            msg = f"operation {op!r} has no field {name!r:.80}: use {', '.join(fields)}"
+            raise InvalidRequest(msg, param=str(name))
+    return {name: reader(name, arg.get(name)) for name, reader in fields.items()}
+
+
+def _wrong(name: str, value: Any, wanted: str) -> InvalidRequest:
+    # The type only: a value may be a prompt.
+    msg = f"{name} is {'missing' if value is None else type(value).__name__}: give {wanted}"
+    return InvalidRequest(msg, param=name)

@@ -1,0 +1,41 @@
+"""Plans a revocation: the fewest blocks, from the tails of leases, that free as many as are needed."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from .records import Lease
+
+
+def plan_revocation(
+    victims: Iterable[Lease], num_blocks: int, num_references: Callable[[int], int]
+) -> list[tuple[Lease, int]]:
+    """Return which leases to clip, and how many blocks each one keeps, to free `num_blocks` blocks.
+
+    A clipped lease is still a prefix, so blocks go from the tail. A block is freed by the last of its
+    references only: one that a request, a ticket or a spared lease holds too gains nothing, and no lease is
+    clipped for it. Frees fewer blocks where the victims do not have as many. Changes nothing.
+
+    Args:
+        victims: what may be clipped, the first to give way first.
+        num_blocks: how many blocks are missing, at least 1.
+        num_references: all references on a block.
+    """
+    dropped: Counter[int] = Counter()
+    freed: set[int] = set()
+    visited: list[Lease] = []
+    for victim in victims:
+        if len(freed) >= num_blocks:
+            break
+        visited.append(victim)
+        for block_id in reversed(victim.block_ids):
+            dropped[block_id] += 1
+            if dropped[block_id] == num_references(block_id):
+                freed.add(block_id)
+                if len(freed) == num_blocks:
+                    break
+    # What was visited without gain is spared: a lease ends at its first block that is freed.
+    ends = (
+        (victim, next((i for i, block_id in enumerate(victim.block_ids) if block_id in freed), None))
+        for victim in visited
+    )
+    return [(victim, num_kept) for victim, num_kept in ends if num_kept is not None]

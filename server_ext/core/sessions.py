@@ -1,0 +1,337 @@
+"""The session table: what was said, by turns, independent of whether any KV is still held for it.
+
+A turn: `check_turn` (may it run?) · `start_turn` · `complete_turn`, or `cancel_turn`. Records outlive leases:
+with the token ids of the last turn a session continues exactly even when all its blocks are gone. Bounded by
+number, bytes and time since the last use; records of running turns are never dropped. Every verb is O(1),
+amortised. May import the standard library, `bidikv_sdk.wire` and its neighbours; texts are opaque bytes here.
+"""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from .errors import CapacityExceeded, SessionNotFound, TurnConflict
+from .leases import TURN_RETRY_AFTER_S
+
+if TYPE_CHECKING:
+    from .records import Key
+    from .settings import HomeSettings
+
+# About what an empty record costs: its objects and its places in the tables.
+_RECORD_BYTES: Final = 1024
+# Sessions end slowly; asking much earlier finds the store as full.
+_CAPACITY_RETRY_AFTER_S: Final = 5.0
+
+
+@dataclass(slots=True)
+class OpenTurn:
+    """The turn that runs now."""
+
+    nonce: str
+    turn: int
+    idempotency_key: str
+    due_s: float
+    """When it is given up (monotonic seconds)."""
+
+
+@dataclass(slots=True)
+class Session:
+    """One session's record; only the table changes it."""
+
+    key: "Key"
+    turn: int
+    """Completed turns."""
+    transcript: list[bytes]
+    """Chunk 0 as opened, then one per completed turn."""
+    is_reopened: bool
+    """Opened with turns that another home, or this one before it dropped the record, had completed."""
+    last_used_s: float
+    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
+    """[num_tokens], all ids of the history up to the last completed turn; empty where they are not known."""
+    last_reply: tuple[str, bytes] | None = None
+    """Idempotency key and reply of the last completed turn."""
+    open_turn: OpenTurn | None = None
+    num_bytes: int = 0
+
+    def counted_bytes(self) -> int:
+        """Return what the record takes in memory, about."""
+        reply_bytes = len(self.last_reply[1]) if self.last_reply is not None else 0
+        ids_bytes = self.token_ids.itemsize * len(self.token_ids)
+        return _RECORD_BYTES + sum(map(len, self.transcript)) + ids_bytes + reply_bytes
+
+
+class SessionTable:
+    """All sessions of one home.
+
+    Args:
+        settings: limits and times.
+        on_drop: called with the key of each session that is dropped, for whatever reason, and with `now_s`.
+    """
+
+    def __init__(self, settings: "HomeSettings", *, on_drop: "Callable[[Key, float], None]") -> None:
+        self._settings = settings
+        self._on_drop = on_drop
+        # Both in the order in which they fall due: idle by last use, running by start.
+        self._idle: OrderedDict[Key, Session] = OrderedDict()
+        self._running: OrderedDict[Key, Session] = OrderedDict()
+        self._key_by_nonce: dict[str, Key] = {}
+        self._num_bytes = 0
+        self._num_idle_bytes = 0
+
+    def __len__(self) -> int:
+        """Return the number of sessions."""
+        return len(self._idle) + len(self._running)
+
+    def __iter__(self) -> Iterator[Session]:
+        """Iterate all sessions, the running ones first."""
+        yield from self._running.values()
+        yield from self._idle.values()
+
+    @property
+    def num_bytes(self) -> int:
+        """What all records take, about."""
+        return self._num_bytes
+
+    # ---------------------------------------------------------------- sessions
+
+    def open(self, key: "Key", chunk: bytes, *, turn: int, replace: bool, now_s: float) -> Session:
+        """Return the session, new or as it is; with `replace` its transcript becomes `chunk`.
+
+        What a replaced session knew of its ids and its last reply is forgotten with the transcript.
+
+        Args:
+            key: the session.
+            chunk: the history so far.
+            turn: the number of turns in it.
+            replace: whether an existing session is to be overwritten.
+            now_s: monotonic seconds.
+
+        Raises:
+            TurnConflict: the session exists with another number of turns, or a turn of it runs; nothing
+            changed. CapacityExceeded: there is no room for it; nothing changed.
+        """
+        self.sweep(now_s=now_s)
+        session = self.get(key)
+        if session is not None and not replace:
+            if session.turn != turn:
+                msg = (
+                    f"session {key[1]!r} has completed {session.turn} turns, not {turn}: "
+                    "continue there, or set 'replace'"
+                )
+                raise TurnConflict(msg, expected_turn=session.turn + 1)
+            self._touch(session, now_s=now_s)
+            return session
+        if session is not None and session.open_turn is not None:
+            raise _running_conflict(key)
+        opened = Session(key, turn, [chunk], is_reopened=turn > 0 and session is None, last_used_s=now_s)
+        opened.num_bytes = opened.counted_bytes()
+        if session is None:
+            self._make_room(opened.num_bytes, 1, keep=None, key=key, now_s=now_s)
+        else:
+            self._touch(session, now_s=now_s)
+            self._make_room(opened.num_bytes - session.num_bytes, 0, keep=session, key=key, now_s=now_s)
+            self._remove(session)
+        self._idle[key] = opened
+        self._num_bytes += opened.num_bytes
+        self._num_idle_bytes += opened.num_bytes
+        return opened
+
+    def get(self, key: "Key") -> Session | None:
+        """Return a session as it is; None for an unknown key."""
+        return self._idle.get(key) or self._running.get(key)
+
+    def require(self, key: "Key", *, now_s: float) -> Session:
+        """Return a session and count this as a use.
+
+        Raises:
+            SessionNotFound: the key is unknown.
+        """
+        self.sweep(now_s=now_s)
+        session = self.get(key)
+        if session is None:
+            msg = f"session {key[1]!r} is not known here: open it again with its full history"
+            raise SessionNotFound(msg)
+        self._touch(session, now_s=now_s)
+        return session
+
+    def end(self, key: "Key", *, now_s: float) -> bool:
+        """Drop a session, running or not; return whether it was known."""
+        self.sweep(now_s=now_s)
+        session = self.get(key)
+        if session is not None:
+            self._drop(session, now_s=now_s)
+        return session is not None
+
+    # ---------------------------------------------------------------- turns
+
+    def check_turn(self, key: "Key", turn: int, idempotency_key: str, *, now_s: float) -> bytes | None:
+        """Return None where turn number `turn` may start now, or the stored reply where it is a repetition.
+
+        Only the last completed turn repeats, with its own non-empty key.
+
+        Raises:
+            SessionNotFound: the key is unknown. TurnConflict: a turn runs (with `retry_after_s`), or the
+            number does not fit (with `expected_turn`).
+        """
+        session = self.require(key, now_s=now_s)
+        if turn == session.turn and session.last_reply is not None and idempotency_key:
+            last_key, reply = session.last_reply
+            if last_key == idempotency_key:
+                return reply
+        if session.open_turn is not None:
+            raise _running_conflict(key)
+        if turn != session.turn + 1:
+            msg = f"turn {turn} does not follow the {session.turn} completed turns of session {key[1]!r}"
+            raise TurnConflict(msg, expected_turn=session.turn + 1)
+        return None
+
+    def start_turn(
+        self, key: "Key", turn: int, idempotency_key: str, nonce: str, *, now_s: float
+    ) -> bytes | None:
+        """Start a turn and return None, or start nothing and return the stored reply of a repetition.
+
+        Raises:
+            SessionNotFound, TurnConflict: as `check_turn`; nothing changed.
+            CapacityExceeded: running turns alone fill the store; nothing changed.
+        """
+        reply = self.check_turn(key, turn, idempotency_key, now_s=now_s)
+        if reply is not None:
+            return reply
+        session = self._idle[key]
+        self._make_room(0, 0, keep=session, key=key, now_s=now_s)
+        self._num_idle_bytes -= session.num_bytes
+        del self._idle[key]
+        due_s = now_s + self._settings.turn_timeout_s
+        session.open_turn = OpenTurn(nonce, turn, idempotency_key, due_s)
+        self._running[key] = session
+        self._key_by_nonce[nonce] = key
+        return None
+
+    def running(self, nonce: str, *, now_s: float) -> Session:
+        """Return the session whose open turn this is.
+
+        Raises:
+            TurnConflict: no such turn is open.
+        """
+        self.sweep(now_s=now_s)
+        key = self._key_by_nonce.get(nonce)
+        if key is None:
+            msg = f"turn {nonce!r} is not open: it was ended or took too long; begin it again"
+            raise TurnConflict(msg, retry_after_s=TURN_RETRY_AFTER_S)
+        return self._running[key]
+
+    def complete_turn(
+        self, nonce: str, token_ids: "array[int]", chunk: bytes, reply: bytes, *, now_s: float
+    ) -> Session:
+        """Append an open turn to its session.
+
+        Makes room by dropping idle sessions. Where that is not enough the store is over its limit until
+        others end, for the turn's work is done; the next start then waits for room.
+
+        Args:
+            nonce: of `start_turn`.
+            token_ids: [num_tokens], all ids of the history, this turn's included. Kept, not copied.
+            chunk: the turn's part of the transcript.
+            reply: for a repetition of the turn.
+            now_s: monotonic seconds.
+
+        Raises:
+            TurnConflict: no such turn is open.
+        """
+        session = self.running(nonce, now_s=now_s)
+        open_turn = session.open_turn
+        assert open_turn is not None  # noqa: S101 (else it would not run)
+        session.turn = open_turn.turn
+        session.token_ids = token_ids
+        session.transcript.append(chunk)
+        session.last_reply = (open_turn.idempotency_key, reply)
+        session.is_reopened = False
+        num_bytes = session.counted_bytes()
+        self._num_bytes += num_bytes - session.num_bytes
+        session.num_bytes = num_bytes
+        while self._num_bytes > self._settings.max_session_bytes and self._idle:
+            self._drop(self._longest_idle(), now_s=now_s)
+        self._stop(session, now_s=now_s)
+        return session
+
+    def cancel_turn(self, nonce: str, *, now_s: float) -> bool:
+        """End an open turn without a trace; return whether it was open (idempotent)."""
+        self.sweep(now_s=now_s)
+        key = self._key_by_nonce.get(nonce)
+        if key is None:
+            return False
+        self._stop(self._running[key], now_s=now_s)
+        return True
+
+    def sweep(self, *, now_s: float) -> int:
+        """Give up turns that took too long, and drop sessions unused for too long; return how many in all."""
+        num_ended = 0
+        while self._running:
+            session = next(iter(self._running.values()))
+            if session.open_turn is None or session.open_turn.due_s > now_s:
+                break
+            self._stop(session, now_s=now_s)
+            num_ended += 1
+        while self._idle:
+            session = self._longest_idle()
+            if session.last_used_s + self._settings.session_retention_s > now_s:
+                break
+            self._drop(session, now_s=now_s)
+            num_ended += 1
+        return num_ended
+
+    # ---------------------------------------------------------------- steps
+
+    def _touch(self, session: Session, *, now_s: float) -> None:
+        session.last_used_s = now_s
+        if session.open_turn is None:
+            self._idle.move_to_end(session.key)
+
+    def _stop(self, session: Session, *, now_s: float) -> None:
+        assert session.open_turn is not None  # noqa: S101 (only running sessions stop)
+        del self._key_by_nonce[session.open_turn.nonce]
+        del self._running[session.key]
+        session.open_turn = None
+        session.last_used_s = now_s
+        self._idle[session.key] = session
+        self._num_idle_bytes += session.num_bytes
+
+    def _make_room(
+        self, num_bytes: int, num_sessions: int, *, keep: Session | None, key: "Key", now_s: float
+    ) -> None:
+        """Drop what was idle longest until so much more fits beside `keep`; all or nothing."""
+        max_bytes, max_sessions = self._settings.max_session_bytes, self._settings.max_sessions
+        num_kept_bytes = self._num_bytes - self._num_idle_bytes + (keep.num_bytes if keep is not None else 0)
+        num_kept = len(self._running) + (keep is not None)
+        if num_kept_bytes + num_bytes > max_bytes or num_kept + num_sessions > max_sessions:
+            msg = (
+                f"no room for session {key[1]!r} among {num_kept} running ones of {num_kept_bytes} bytes: "
+                "retry later, or raise 'max_sessions' or 'max_session_bytes'"
+            )
+            raise CapacityExceeded(msg, retry_after_s=_CAPACITY_RETRY_AFTER_S)
+        while self._num_bytes + num_bytes > max_bytes or len(self) + num_sessions > max_sessions:
+            # Never reaches `keep`: it was just used, so it comes last, and alone it fits.
+            self._drop(self._longest_idle(), now_s=now_s)
+
+    def _longest_idle(self) -> Session:
+        return next(iter(self._idle.values()))
+
+    def _remove(self, session: Session) -> None:
+        self._num_bytes -= session.num_bytes
+        if session.open_turn is None:
+            self._num_idle_bytes -= session.num_bytes
+            del self._idle[session.key]
+        else:
+            del self._key_by_nonce[session.open_turn.nonce]
+            del self._running[session.key]
+
+    def _drop(self, session: Session, *, now_s: float) -> None:
+        self._remove(session)
+        self._on_drop(session.key, now_s)
+
+
+def _running_conflict(key: "Key") -> TurnConflict:
+    msg = f"a turn of session {key[1]!r} is running: retry when it has ended"
+    return TurnConflict(msg, retry_after_s=TURN_RETRY_AFTER_S)

@@ -1,0 +1,168 @@
+"""D's scheduler side: the home of sessions lives here, on the scheduler's thread.
+
+A request of a turn is known by its nonce, which only the conductor can pass (`Request.session_id`); everything else
+that a client can send reaches no lease. When such a request ends, its blocks are pinned provisionally before vLLM
+drops its own references; `settle` makes the pin a lease. Live requests win: an allocation that fails takes blocks
+back from leases first.
+
+Order of hooks: `bind_kv_cache_manager`, then for each request `on_new_request` … `request_finished`; `control` between
+steps.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from array import array
+from typing import TYPE_CHECKING, Any
+
+from bidikv_sdk.prefix import num_blocks
+from server_ext.core.home import Home
+from server_ext.core.tickets import verify
+from server_ext.engine import compat
+from server_ext.engine.pins import BlockPoolPins
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from server_ext.engine.settings import EngineSettings
+
+logger = compat.init_logger("vllm.bidikv")
+
+# An abort is how the engine sees a stop string and an early close; the conductor knows which it was and settles.
+_LEASABLE = frozenset(
+    {
+        compat.RequestStatus.FINISHED_STOPPED,
+        compat.RequestStatus.FINISHED_LENGTH_CAPPED,
+        compat.RequestStatus.FINISHED_ABORTED,
+    }
+)
+
+
+class DecodeScheduler(compat.NixlPullConnectorScheduler):
+    """NIXL's pull scheduler on D, plus the home of D's sessions."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        engine_id: str,
+        kv_cache_config: KVCacheConfig,
+        settings: EngineSettings,
+    ) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self.weight_version = (
+            "default"  # EngineCore's own initial value; changes come through on_weight_version
+        )
+        self._settings = settings
+        self._fingerprint = compat.model_fingerprint(vllm_config)
+        self._max_request_blocks = num_blocks(vllm_config.model_config.max_model_len, self.block_size)
+        self._home: Home
+
+    def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
+        """Build the home over the engine's block pool, and put the guard around its allocations."""
+        self._home = Home(
+            BlockPoolPins(manager.block_pool),
+            self._settings.home,
+            block_size=self.block_size,
+            max_request_blocks=self._max_request_blocks,
+            incarnation=self.engine_id,
+            secret=self._settings.secret,
+            make_address=self._address,
+            new_nonce=lambda: secrets.token_urlsafe(16),
+        )
+        compat.guard_allocations(manager, self._make_room, self._before_reset)
+
+    # Requests
+
+    def on_new_request(self, request: compat.Request) -> None:
+        """Ignore transfer parameters that no holder of the secret has signed."""
+        request.kv_transfer_params = verify(request.kv_transfer_params, self._settings.secret)
+        super().on_new_request(request)
+
+    def request_finished(
+        self, request: compat.Request, block_ids: tuple[Sequence[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Pin a finished turn's blocks provisionally, before vLLM frees them."""
+        nonce = request.session_id
+        if nonce is not None and self._home.is_open(nonce) and request.status in _LEASABLE:
+            num_tokens = num_tokens_in_cache(request)
+            self._home.finish(
+                nonce,
+                block_ids[0][: num_blocks(num_tokens, self.block_size)],
+                num_tokens,
+                array("i", request.all_token_ids[:num_tokens]),
+                now_s=time.perf_counter(),
+            )
+        delay_free, params = super().request_finished(request, block_ids)
+        return delay_free, params
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
+        """Reclaim what is due, once a step; between steps every control call does."""
+        self._home.sweep(now_s=time.perf_counter())
+        return super().build_connector_meta(scheduler_output)
+
+    # Memory
+
+    def _make_room(self, num_missing: int) -> bool:
+        now_s = time.perf_counter()
+        if self._home.num_reclaimable(now_s=now_s) < num_missing:
+            return False  # revoking would hurt sessions and still not admit the request
+        return self._home.revoke(num_missing, now_s=now_s) > 0
+
+    def _before_reset(self) -> bool:
+        if self._home.release_all("reset", now_s=time.perf_counter()):
+            return True
+        logger.warning("Prefix cache not reset: P is reading leased blocks; try again in a few seconds.")
+        return False
+
+    # Control channel
+
+    def control(self, op: str, arg: dict[str, Any]) -> dict[str, Any]:
+        """Answer one control call of an API server process.
+
+        Args:
+            op: an op of `Home.handle`.
+            arg: its argument; a turn's `lora` (adapter name or empty) is made part of the fingerprint here.
+
+        Returns:
+            The op's reply, or `{"error": {...}}`.
+        """
+        if op == "begin":
+            arg["fingerprint"] = f"{self._fingerprint}/{self.weight_version}/{arg.pop('lora', '')}"
+        return self._home.handle(op, arg, now_s=time.perf_counter())
+
+    def _address(self, deadline_s: float) -> dict[str, Any]:
+        """Return how to reach this engine, in vLLM's own transfer parameters.
+
+        The deadline goes out as perf_counter of this process, the one clock reading on our wire that is not a
+        remaining time: stock readers rebase it by an offset measured at the handshake.
+        """
+        parallel = self.vllm_config.parallel_config
+        return {
+            "remote_engine_id": self.engine_id,
+            "remote_host": self.side_channel_host,
+            "remote_port": self.side_channel_port,
+            "remote_blocks_expiry_time": deadline_s,
+            "bidikv_ttl_s": self._settings.home.ticket_ttl_s,
+            "tp_size": self.transfer_tp_size,
+            "dcp_size": parallel.decode_context_parallel_size,
+            "pp_size": parallel.pipeline_parallel_size,
+            "transfer_mode": self._TRANSFER_MODE,
+        }
+
+
+def num_tokens_in_cache(request: compat.Request) -> int:
+    """Return for how many tokens of a finished request the KV cache certainly holds values.
+
+    `num_computed_tokens` counts steps that are still in flight (async scheduling) and is set ahead while a load is
+    pending, hence: without an output token nothing is certain, and in-flight tokens are not there yet.
+    """
+    if request.num_output_tokens == 0:
+        return 0
+    certain = request.num_computed_tokens - request.num_in_flight_tokens
+    return int(min(max(certain, 0), request.num_tokens))

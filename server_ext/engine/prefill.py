@@ -1,0 +1,170 @@
+"""P's scheduler side: read a leased prefix from D, once, and only what is proven to match.
+
+Stock vLLM asks again for a read that failed or was preempted, and then waits for it for ever. Here the second
+question is answered "nothing external", so P computes. Before the first read a ticket must be signed, cover exactly
+the blocks of a prefix of this very prompt and be early enough.
+
+Order of hooks for each request: `on_new_request`, `get_num_new_matched_tokens` (again after a failed read or a
+preemption), `update_state_after_alloc`, `update_connector_output`, `request_finished`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from server_ext.core.tickets import REFUSAL_REASONS, check_ticket, verify
+from server_ext.engine import compat
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+
+    from server_ext.engine.settings import EngineSettings
+
+logger = compat.init_logger("vllm.bidikv")
+
+# Tickets live for a minute or so; this many remembered ids outlast them at a thousand turns a second.
+_MAX_SEEN_TICKETS = 100_000
+# Stock NIXL declines a read this long before its deadline, for the error of the clock offset and the read itself.
+_EXPIRY_MARGIN_S = 5.0
+
+
+@dataclass(slots=True)
+class Read:
+    """What became of one request's prompt: the report that goes back to the conductor."""
+
+    arrival_s: float
+    ttl_s: float | None = None
+    reason: str | None = None
+    local_tokens: int = 0
+    fetched_tokens: int = 0
+    started_s: float | None = None
+    fetch_s: float | None = None
+
+    def is_late(self, now_s: float) -> bool:
+        """Tell whether the ticket is too old to begin a read, or to have begun one that failed."""
+        return self.ttl_s is not None and now_s - self.arrival_s + _EXPIRY_MARGIN_S >= self.ttl_s
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report; token counts are of the prompt, `fetch_s` is None where nothing was fetched."""
+        return {
+            "local_tokens": self.local_tokens,
+            "fetched_tokens": self.fetched_tokens,
+            "fetch_s": self.fetch_s if self.fetched_tokens else None,
+            "reason": self.reason,
+        }
+
+
+class PrefillScheduler(compat.NixlPullConnectorScheduler):
+    """NIXL's pull scheduler on P, reading tickets."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        engine_id: str,
+        kv_cache_config: KVCacheConfig,
+        settings: EngineSettings,
+    ) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self.weight_version = (
+            "default"  # EngineCore's own initial value; changes come through on_weight_version
+        )
+        self._secret = settings.secret
+        self._fingerprint = compat.model_fingerprint(vllm_config)
+        self._reads: dict[str, Read] = {}
+        self._seen_tickets: OrderedDict[str, None] = OrderedDict()
+
+    def on_new_request(self, request: compat.Request) -> None:
+        """Take the ticket, or drop it with its reason; unsigned parameters are ignored altogether."""
+        params = verify(request.kv_transfer_params, self._secret)
+        request.kv_transfer_params = params
+        if params is not None:
+            read = self._reads[request.request_id] = Read(arrival_s=time.perf_counter())
+            if params.get("remote_block_ids"):
+                self._take_ticket(request, params, read)
+        super().on_new_request(request)
+
+    def _take_ticket(self, request: compat.Request, params: dict[str, Any], read: Read) -> None:
+        lora = request.lora_request.lora_name if request.lora_request is not None else ""
+        refusal = check_ticket(
+            params,
+            prompt_ids=request.prompt_token_ids or [],
+            fingerprint=f"{self._fingerprint}/{self.weight_version}/{lora}",
+            block_size=self.block_size,
+            seen_ids=self._seen_tickets,
+        )
+        if refusal is not None:
+            logger.warning(
+                "Ticket of %s refused: %s; its prompt is computed instead.", request.request_id, refusal
+            )
+            read.reason = REFUSAL_REASONS[refusal]
+            params["remote_block_ids"] = None
+            return
+        read.ttl_s = params["bidikv_ttl_s"]
+        self._seen_tickets[params["remote_request_id"]] = None
+        if len(self._seen_tickets) > _MAX_SEEN_TICKETS:
+            self._seen_tickets.popitem(last=False)
+
+    def get_num_new_matched_tokens(
+        self, request: compat.Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        """Offer the ticket's tokens beyond P's own prefix, but never twice."""
+        read = self._reads.get(request.request_id)
+        if read is None:
+            return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        params = request.kv_transfer_params
+        read.local_tokens = num_computed_tokens
+        if params.get("_remote_blocks_processed"):
+            if read.fetched_tokens:
+                read.reason = "ticket_late" if read.is_late(time.perf_counter()) else "read_failed"
+                read.fetched_tokens = 0
+            return 0, False
+        if params.get("remote_block_ids") and read.is_late(time.perf_counter()):
+            read.reason = "ticket_late"
+            params["remote_block_ids"] = None
+        num_tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if not num_tokens and read.reason is None and params.get("remote_block_ids"):
+            # Stock's threshold, or P's own prefix already covers the ticket.
+            covered = num_computed_tokens >= params["remote_num_tokens"]
+            read.reason = None if covered else "below_threshold"
+        return num_tokens, is_async
+
+    def update_state_after_alloc(
+        self, request: compat.Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Note the beginning of a read."""
+        read = self._reads.get(request.request_id)
+        if read is not None and num_external_tokens:
+            read.fetched_tokens = num_external_tokens
+            read.started_s = time.perf_counter()
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Note the end of reads."""
+        for req_id in connector_output.finished_recving or ():
+            read = self._reads.get(req_id)
+            if read is not None and read.started_s is not None:
+                read.fetch_s = time.perf_counter() - read.started_s
+        super().update_connector_output(connector_output)
+
+    def request_finished(
+        self, request: compat.Request, block_ids: tuple[Sequence[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Send the report along with vLLM's own parameters for the decode side."""
+        read = self._reads.pop(request.request_id, None)
+        delay_free, params = super().request_finished(request, block_ids)
+        if read is not None and params is not None:
+            params["bidikv"] = read.to_json()
+        return delay_free, params
+
+    def control(self, op: str, arg: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002 - the channel's signature
+        """Refuse: P keeps no sessions."""
+        msg = f"this engine is a prefill node and has no op {op!r}; sessions live on decode nodes"
+        return {"error": {"code": "engine_unavailable", "message": msg}}

@@ -1,0 +1,118 @@
+"""bidikv's settings of one engine: `kv_connector_extra_config.bidikv`, checked at start-up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from server_ext.core.settings import HomeSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vllm.config import VllmConfig
+
+Role = Literal["prefill", "decode"]
+_MIN_SECRET_BYTES = 16
+_OWN_KEYS = frozenset(
+    {"role", "secret_file", "prefill_urls", "prefill_timeout_s", "control_timeout_s", "fresh_prefill_salt"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What one engine needs to know.
+
+    - `role`: `prefill` (P) or `decode` (D).
+    - `secret`: shared by all Ps and Ds of a deployment; signs tickets, and whoever holds it may call P.
+    - `prefill_urls`: base URLs of the Ps, tried in order (D only).
+    - `prefill_timeout_s`: how long D waits for one P, in seconds, before it takes another way; None for the default:
+      10 s + twice the time that the prompt takes at the slowest rate seen.
+    - `control_timeout_s`: how long an API server waits for its engine core, in seconds.
+    - `fresh_prefill_salt`: a debug setting of benchmarks: each request to P gets its own cache salt, so that P's
+      prefix cache never hits.
+    - `home`: lease and session settings (D only; defaults elsewhere).
+    """
+
+    role: Role
+    secret: bytes
+    prefill_urls: tuple[str, ...]
+    prefill_timeout_s: float | None
+    control_timeout_s: float
+    fresh_prefill_salt: bool
+    home: HomeSettings
+
+    @classmethod
+    def from_vllm_config(cls, vllm_config: VllmConfig) -> EngineSettings:
+        """Read the settings out of an engine's configuration.
+
+        Raises:
+            ValueError: as `from_mapping`.
+        """
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+        return cls.from_mapping(extra.get("bidikv", {}))
+
+    @classmethod
+    def from_mapping(cls, config: Mapping[str, Any]) -> EngineSettings:
+        """Check and take the settings.
+
+        Args:
+            config: the JSON object under `kv_connector_extra_config.bidikv`.
+
+        Returns:
+            The settings, with the secret read from its file.
+
+        Raises:
+            ValueError: names the setting, its value and the fix.
+        """
+        role = config.get("role")
+        if role not in ("prefill", "decode"):
+            msg = f"bidikv setting role is {role!r}; set it to 'prefill' or 'decode'"
+            raise ValueError(msg)
+        urls = config.get("prefill_urls", [])
+        if not isinstance(urls, list) or not all(
+            isinstance(url, str) and url.startswith(("http://", "https://")) for url in urls
+        ):
+            msg = f"bidikv setting prefill_urls is {urls!r}; give a list of base URLs like 'http://10.0.0.1:8000'"
+            raise ValueError(msg)
+        return cls(
+            role=role,
+            secret=_read_secret(config.get("secret_file")),
+            prefill_urls=tuple(url.rstrip("/") for url in urls),
+            prefill_timeout_s=_seconds(config, "prefill_timeout_s", default=None),
+            control_timeout_s=_seconds(config, "control_timeout_s", default=30.0) or 30.0,
+            fresh_prefill_salt=_flag(config, "fresh_prefill_salt"),
+            home=HomeSettings.from_config({k: v for k, v in config.items() if k not in _OWN_KEYS}),
+        )
+
+
+def _read_secret(path: Any) -> bytes:
+    if not isinstance(path, str):
+        msg = f"bidikv setting secret_file is {path!r}; give the path of a file with the secret that all engines share"
+        raise ValueError(msg)  # noqa: TRY004 - one error type for all settings
+    try:
+        secret = Path(path).read_bytes()
+    except OSError as error:
+        msg = f"bidikv setting secret_file {path!r} cannot be read: {error}"
+        raise ValueError(msg) from error
+    if len(secret) < _MIN_SECRET_BYTES:
+        msg = f"bidikv setting secret_file {path!r} holds {len(secret)} bytes; write at least {_MIN_SECRET_BYTES} random ones"
+        raise ValueError(msg)
+    return secret
+
+
+def _seconds(config: Mapping[str, Any], name: str, *, default: float | None) -> float | None:
+    value = config.get(name, default)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
+        msg = f"bidikv setting {name} is {value!r}; give a number of seconds above 0"
+        raise ValueError(msg)
+    return value
+
+
+def _flag(config: Mapping[str, Any], name: str) -> bool:
+    value = config.get(name, False)
+    if not isinstance(value, bool):
+        msg = f"bidikv setting {name} is {value!r}; give true or false"
+        raise ValueError(msg)  # noqa: TRY004 - one error type for all settings
+    return value

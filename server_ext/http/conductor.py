@@ -1,0 +1,249 @@
+"""Conducts turns on D: load, render, begin, prefill on P, generate on D, stream, settle.
+
+Generation goes through vLLM's own chat serving, so that tool calls, reasoning, logprobs and server-sent events are
+exactly stock; a shallow copy of it gets an engine client whose `generate` conducts the turn.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+import uuid
+from array import array
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bidikv_sdk._stream import ChunkSum
+from server_ext.engine import compat
+from server_ext.http.errors import Refused, refused_by_vllm
+from server_ext.http.home_client import HomeClient
+from server_ext.http.prefill_client import PrefillClient
+from server_ext.http.render import History, TurnRenderer
+from server_ext.http.tenants import Tenants
+from server_ext.http.turn import Clock, EngineTap, Plan, Turn
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from bidikv_sdk.wire import Route
+    from server_ext.engine.settings import EngineSettings
+    from server_ext.http.turn_request import TurnRequest
+
+logger = compat.init_logger("vllm.bidikv")
+_DONE = "data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whose turn it is, and under which names.
+
+    - `tenant`: of the API key.
+    - `session_id`: as the caller chose it.
+    - `request_id`: the caller's, or a new one.
+    """
+
+    tenant: str
+    session_id: str
+    request_id: str
+
+    @property
+    def session(self) -> dict[str, str]:
+        """The key of the session, as arguments of a home's ops."""
+        return {"tenant": self.tenant, "session_id": self.session_id}
+
+
+class Conductor:
+    """All that D's API server needs to run turns."""
+
+    def __init__(
+        self, engine_client: Any, serving_chat: Any, settings: EngineSettings, *, has_keys: bool
+    ) -> None:
+        self.home = HomeClient(engine_client, timeout_s=settings.control_timeout_s)
+        self.tenants = Tenants(settings.secret, has_keys=has_keys)
+        self._settings = settings
+        self._serving_chat = serving_chat
+        self._renderer = TurnRenderer(serving_chat)
+        block_size = engine_client.vllm_config.cache_config.block_size
+        self._prefill = PrefillClient(settings, block_size=block_size)
+
+    async def run(
+        self, caller: Caller, request: TurnRequest, raw_request: Any
+    ) -> dict[str, Any] | AsyncIterator[str]:
+        """Run one turn.
+
+        Args:
+            caller: whose turn.
+            request: the turn.
+            raw_request: the HTTP request, for vLLM's own serving code.
+
+        Returns:
+            The completion, or the events of its stream; the turn is settled when either is complete. The stream must
+            be closed (`aclose`) where it is not read to its end.
+
+        Raises:
+            Refused: nothing was generated, and the session is as it was.
+        """
+        started_s = time.perf_counter()
+        record = await self.home.call(
+            "load", **caller.session, turn=request.turn, idempotency_key=request.key
+        )
+        if record["reply"] is not None:
+            return self._replay(record, stream=request.stream)
+        chunks = [json.loads(chunk) for chunk in record["transcript"] if chunk]
+        tools = next(
+            (c["tools"] for c in reversed([*chunks, {"tools": request.tools}]) if c.get("tools") is not None),
+            None,
+        )
+        recompute = request.route == "recompute"
+        salt = self.tenants.cache_salt(caller.tenant, session_id=caller.session_id if recompute else None)
+        vllm_request = request.to_vllm(tools, cache_salt=salt)
+        history = History(
+            messages=[message for chunk in chunks for message in chunk["messages"]],
+            token_ids=array("i", record["token_ids"]),
+            pending_text=chunks[-1].get("pending_text", "") if chunks else "",
+        )
+        prompt = await self._renderer.render(vllm_request, history, request.messages)
+        turn = await self._begin(caller, request, prompt.token_ids, started_s)
+        try:
+            result = await self._generate(turn, vllm_request, prompt.token_ids, raw_request)
+            if request.stream:
+                return self._stream(turn, request, vllm_request, result)
+            completion = result.model_dump()
+            completion["bidikv"] = await self._settle(turn, request, vllm_request, completion)
+        except BaseException:
+            await turn.abandon_whatever_happens()
+            raise
+        return completion
+
+    async def _begin(
+        self, caller: Caller, request: TurnRequest, token_ids: array[int], started_s: float
+    ) -> Turn:
+        rendered_s = time.perf_counter()
+        route: Route = request.route or self._settings.home.default_route
+        if route == "auto":
+            route = "fetch"
+
+        def undo(late: dict[str, Any]) -> None:
+            if late["reply"] is None:
+                self.home.call_soon("abandon", nonce=late["nonce"], return_ticket=True)
+
+        begun = await self.home.call(
+            "begin",
+            on_late=undo,
+            **caller.session,
+            turn=request.turn,
+            idempotency_key=request.key,
+            prompt_ids=token_ids.tobytes(),
+            want_ticket=route == "fetch" and bool(self._settings.prefill_urls),
+        )
+        fresh = self._settings.fresh_prefill_salt or route == "recompute"
+        plan = Plan(
+            nonce=begun["nonce"],
+            request_id=caller.request_id,
+            token_ids=token_ids,
+            route=route,
+            forced=request.route is not None,
+            ticket=begun["ticket"],
+            held_tokens=begun["held_tokens"],
+            diverged_at=begun["diverged_at"],
+            lease_reason=begun["lease_reason"],
+            prefill_salt=uuid.uuid4().hex if fresh else self.tenants.cache_salt(caller.tenant),
+        )
+        clock = Clock(started_s=started_s, rendered_s=rendered_s, begun_s=time.perf_counter())
+        return Turn(
+            plan,
+            clock,
+            home=self.home,
+            prefill=self._prefill,
+            renderer=self._renderer,
+            secret=self._settings.secret,
+        )
+
+    async def _generate(self, turn: Turn, vllm_request: Any, token_ids: array[int], raw_request: Any) -> Any:
+        # Prepared ids win over the messages, which vLLM then neither renders nor tokenizes.
+        vllm_request.kv_transfer_params = {"prompt_token_ids": token_ids.tolist()}
+        serving = copy.copy(self._serving_chat)
+        serving.engine_client = EngineTap(serving.engine_client, turn)
+        result = await serving.create_chat_completion(vllm_request, raw_request)
+        error = getattr(result, "error", None)
+        if error is not None:
+            raise refused_by_vllm(error.code, error.message)
+        return result
+
+    async def _stream(
+        self, turn: Turn, request: TurnRequest, vllm_request: Any, events: AsyncIterator[str]
+    ) -> AsyncIterator[str]:
+        """Pass vLLM's events on; the last one before the end carries the report."""
+        total = ChunkSum()
+        try:
+            async with aclosing(events):  # type: ignore[type-var]
+                async for event in events:
+                    data = event.removeprefix("data: ").strip()
+                    if data == "[DONE]":
+                        break
+                    chunk = json.loads(data)
+                    if "error" in chunk:
+                        refused = refused_by_vllm(
+                            chunk["error"].get("code") or 500, chunk["error"]["message"]
+                        )
+                        yield _event({"error": refused.info.to_json()})
+                        break
+                    total.add(chunk)
+                    if chunk["choices"]:
+                        yield event
+                    else:
+                        try:
+                            chunk["bidikv"] = await self._settle(
+                                turn, request, vllm_request, dict(total.completion())
+                            )
+                        except Refused as refused:
+                            chunk = {"error": refused.info.to_json()}
+                        yield _event(chunk)
+            yield _DONE
+        finally:
+            await turn.abandon_whatever_happens()
+
+    async def _settle(
+        self, turn: Turn, request: TurnRequest, vllm_request: Any, completion: dict[str, Any]
+    ) -> dict[str, Any]:
+        message = completion["choices"][0]["message"]
+        said = {name: value for name, value in message.items() if value or name == "content"}
+        return await turn.settle(
+            said,
+            completion,
+            skip_special_tokens=vllm_request.skip_special_tokens,
+            chunk={"messages": request.messages, "tools": request.tools},
+            ttl_s=request.ttl_s,
+        )
+
+    def _replay(self, record: dict[str, Any], *, stream: bool) -> dict[str, Any] | AsyncIterator[str]:
+        """Return the stored reply of the last turn to a retry of it."""
+        stored = json.loads(record["reply"])
+        completion = {**stored["completion"], "bidikv": {**record["info"], "cache": stored["cache"]}}
+        return _as_events(completion) if stream else completion
+
+    async def close(self) -> None:
+        """Close the connections to P."""
+        await self._prefill.close()
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data)}\n\n"
+
+
+async def _as_events(completion: dict[str, Any]) -> AsyncIterator[str]:
+    """Return a stored completion as a stream of two chunks: the whole message, then usage and report."""
+    choice = completion["choices"][0]
+    message = dict(choice["message"])
+    if message.get("tool_calls"):
+        message["tool_calls"] = [{**call, "index": i} for i, call in enumerate(message["tool_calls"])]
+    base = {name: completion.get(name) for name in ("id", "created", "model")} | {
+        "object": "chat.completion.chunk"
+    }
+    yield _event(
+        {**base, "choices": [{"index": 0, "delta": message, "finish_reason": choice["finish_reason"]}]}
+    )
+    yield _event({**base, "choices": [], "usage": completion.get("usage"), "bidikv": completion["bidikv"]})
+    yield _DONE

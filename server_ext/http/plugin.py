@@ -1,0 +1,51 @@
+"""What vLLM's API server loads (`vllm.endpoint_plugins`): the routes, and what they need once the engine is there."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from server_ext.engine.compat import require_supported_version
+from server_ext.engine.settings import EngineSettings
+from server_ext.http import prefill_route, routes
+from server_ext.http.conductor import Conductor
+from server_ext.http.prefill_route import PrefillService
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from fastapi import FastAPI
+
+
+class BidiKVPlugin:
+    """Session routes on D, the prefill route on P; which of the two an engine is, its settings say."""
+
+    name = "bidikv_http"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes.
+
+        Raises:
+            RuntimeError: this vLLM is not supported.
+        """
+        require_supported_version()
+        app.include_router(routes.router)
+        app.include_router(prefill_route.router)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+        """Build the conductor (D) or the prefill service (P).
+
+        Raises:
+            ValueError: a bad setting.
+        """
+        if engine_client is None or engine_client.vllm_config.kv_transfer_config is None:
+            return  # a render server, or an engine without a connector: the routes answer that this is no home
+        settings = EngineSettings.from_vllm_config(engine_client.vllm_config)
+        if settings.role == "prefill":
+            state.bidikv_prefill = PrefillService(engine_client, settings)
+            return
+        has_keys = bool(args.api_key or os.environ.get("VLLM_API_KEY"))
+        state.bidikv_conductor = Conductor(
+            engine_client, state.openai_serving_chat, settings, has_keys=has_keys
+        )

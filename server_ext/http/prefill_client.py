@@ -1,0 +1,149 @@
+"""D's call to P, with a deadline of its own: a P that is gone, stuck or slow costs time, never the turn."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from bidikv_sdk.prefix import num_blocks
+from server_ext.http.prefill_route import PREFILL_PATH, prefill_token
+
+if TYPE_CHECKING:
+    from array import array
+
+    from server_ext.engine.settings import EngineSettings
+
+# Before the first turn has shown P's rate. Slow on purpose: a deadline that is too long costs a stuck turn some
+# time, one that is too short throws a healthy P's work away.
+_PRIOR_TOKENS_PER_S = 50.0
+_GRACE_S = 10.0
+# A peer that does not even accept is asked no longer than this.
+_CONNECT_TIMEOUT_S = 2.0
+
+
+class PrefillUnavailable(Exception):
+    """No P answered.
+
+    `may_still_read` tells whether one could still be reading the ticket.
+    """
+
+    def __init__(self, message: str, *, may_still_read: bool) -> None:
+        super().__init__(message)
+        self.may_still_read = may_still_read
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """P's answer.
+
+    - `params`: vLLM's transfer parameters with which D reads what P computed.
+    - `local_tokens`, `fetched_tokens`: of the prompt, from P's own prefix cache and from D's lease.
+    - `fetch_s`: duration of P's read, in seconds; None where nothing was fetched.
+    - `reason`: why a ticket was not used; None where it was, or where there was none.
+    """
+
+    params: dict[str, Any]
+    local_tokens: int
+    fetched_tokens: int
+    fetch_s: float | None
+    reason: str | None
+
+
+class PrefillClient:
+    """Calls the Ps of a deployment, in order, until one answers."""
+
+    def __init__(self, settings: EngineSettings, *, block_size: int) -> None:
+        self._urls = settings.prefill_urls
+        self._timeout_s = settings.prefill_timeout_s
+        self._block_size = block_size
+        self._slowest_tokens_per_s = _PRIOR_TOKENS_PER_S
+        self._http = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {prefill_token(settings.secret)}"},
+            timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
+            trust_env=False,  # a proxy from the environment has no place between P and D
+        )
+
+    async def prefill(
+        self, token_ids: array[int], params: dict[str, Any], *, cache_salt: str | None, request_id: str
+    ) -> Prefilled:
+        """Have a prompt computed.
+
+        Args:
+            token_ids: [num_tokens], the prompt.
+            params: signed transfer parameters: a ticket, or a plain prefill.
+            cache_salt: of P's prefix cache; None for none.
+            request_id: for the logs of both sides.
+
+        Returns:
+            What P did.
+
+        Raises:
+            PrefillUnavailable: no P answered rightly in time.
+        """
+        body = {"token_ids": token_ids.tolist(), "kv_transfer_params": params, "cache_salt": cache_salt}
+        failure = PrefillUnavailable("no prefill_urls are set", may_still_read=False)
+        for url in self._urls:
+            try:
+                return await self._call(url, body, request_id)
+            except PrefillUnavailable as error:
+                failure = error
+                if error.may_still_read:
+                    break  # its ticket may be in use: another P would be a second reader
+        raise failure
+
+    async def _call(self, url: str, body: dict[str, Any], request_id: str) -> Prefilled:
+        num_tokens = len(body["token_ids"])
+        deadline_s = self._timeout_s or _GRACE_S + 2 * num_tokens / self._slowest_tokens_per_s
+        started_s = time.perf_counter()
+        try:
+            async with asyncio.timeout(deadline_s):
+                reply = await self._http.post(
+                    url + PREFILL_PATH, json=body, headers={"X-Request-Id": request_id}
+                )
+                reply.raise_for_status()
+                prefilled = self._check(reply.json(), num_tokens)
+        except httpx.ConnectError as error:
+            msg = f"prefill node {url} cannot be reached: {error}"
+            raise PrefillUnavailable(msg, may_still_read=False) from error
+        except (httpx.HTTPError, TimeoutError, ValueError, KeyError, TypeError) as error:
+            msg = f"prefill node {url} failed after {time.perf_counter() - started_s:.1f} s: {error!r}"
+            raise PrefillUnavailable(msg, may_still_read=True) from error
+        num_computed = num_tokens - prefilled.local_tokens - prefilled.fetched_tokens
+        # Short computations measure the call, not the rate.
+        if num_computed >= self._block_size:
+            rate = num_computed / (time.perf_counter() - started_s)
+            self._slowest_tokens_per_s = min(self._slowest_tokens_per_s, rate)
+        return prefilled
+
+    def _check(self, reply: dict[str, Any], num_tokens: int) -> Prefilled:
+        """Take P's answer apart; what D's engine would trip over is refused here.
+
+        Raises:
+            ValueError, KeyError, TypeError: not the answer of a P.
+        """
+        params = dict(reply["kv_transfer_params"])
+        report = params.pop("bidikv")
+        (block_ids,) = params["remote_block_ids"]
+        if len(block_ids) != num_blocks(num_tokens, self._block_size) or not all(
+            type(b) is int for b in block_ids
+        ):
+            msg = f"{len(block_ids)} blocks for {num_tokens} tokens of a prompt"
+            raise ValueError(msg)
+        if not params.get("do_remote_prefill"):
+            msg = "do_remote_prefill is not set"
+            raise ValueError(msg)
+        return Prefilled(
+            params=params,
+            local_tokens=int(report["local_tokens"]),
+            fetched_tokens=int(report["fetched_tokens"]),
+            fetch_s=report["fetch_s"],
+            reason=report["reason"],
+        )
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()

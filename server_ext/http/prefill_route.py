@@ -1,0 +1,77 @@
+"""P's side of a turn: compute a prompt's KV cache, with a ticket or without, and say what became of it.
+
+Only holders of the deployment's secret may call it. The ticket passes through unread: the engine checks it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter
+from fastapi.requests import Request
+from fastapi.responses import JSONResponse
+
+from server_ext.engine.compat import SamplingParams, with_cancellation
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from server_ext.engine.settings import EngineSettings
+
+PREFILL_PATH = "/bidikv/prefill"
+router = APIRouter()
+
+
+def prefill_token(secret: bytes) -> str:
+    """Return the bearer token with which D calls P: derived from the secret, so that the secret itself stays home."""
+    return hmac.new(secret, b"bidikv prefill call", hashlib.sha256).hexdigest()
+
+
+class PrefillService:
+    """P's engine behind the route."""
+
+    def __init__(self, engine_client: Any, settings: EngineSettings) -> None:
+        self._engine_client = engine_client
+        self._token = prefill_token(settings.secret)
+
+    def is_allowed(self, headers: Mapping[str, str]) -> bool:
+        """Tell whether the caller holds the secret."""
+        given = headers.get("authorization", "").encode()
+        return hmac.compare_digest(given, f"Bearer {self._token}".encode())
+
+    async def prefill(self, body: dict[str, Any], request_id: str) -> dict[str, Any]:
+        """Compute one prompt.
+
+        Args:
+            body: `token_ids` [num_tokens], `kv_transfer_params` (signed), `cache_salt` (str or None).
+            request_id: for P's log.
+
+        Returns:
+            The engine's parameters for the decode side, with the read's report under `bidikv`.
+        """
+        # One token, greedy, no grammar: P must finish its prefill, D drops what it samples.
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            detokenize=False,
+            extra_args={"kv_transfer_params": body["kv_transfer_params"]},
+        )
+        prompt = {"prompt_token_ids": body["token_ids"]}
+        if body.get("cache_salt"):
+            prompt["cache_salt"] = body["cache_salt"]
+        transfer = None
+        async for output in self._engine_client.generate(prompt, params, request_id):
+            transfer = output.kv_transfer_params or transfer
+        return {"kv_transfer_params": transfer}
+
+
+@router.post(PREFILL_PATH, include_in_schema=False)
+@with_cancellation
+async def prefill(body: dict[str, Any], raw_request: Request) -> JSONResponse:
+    """Answer D's call; 404 for everybody else, as if the route were not there."""
+    service: PrefillService | None = getattr(raw_request.app.state, "bidikv_prefill", None)
+    if service is None or not service.is_allowed(raw_request.headers):
+        return JSONResponse({"error": {"message": "Not Found", "code": "not_found"}}, status_code=404)
+    return JSONResponse(await service.prefill(body, raw_request.headers["x-request-id"]))

@@ -1,0 +1,173 @@
+"""Turn messages into token ids, continuing exactly what D has in its cache.
+
+The text that a model produced is never tokenized again: its ids are known. With the template, history (A) and history
+plus delta (B) are rendered as text; where B begins with A, and A ends with what the template writes after a reply,
+only the rest of B is tokenized and appended to D's ids. Elsewhere (a template that rewrites its history) everything is
+rendered afresh and the lease serves the common prefix.
+
+Terms: the *closing* is what the template writes after an assistant's text (such as `<|im_end|>` and a newline); the
+*pending text* is the end of a reply that D's ids do not cover (a stop string may end inside a token).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from bisect import bisect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from server_ext.http.errors import Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# A text that no template rewrites and no model says: it marks where an assistant's text stands in a rendering.
+_MARK = "bidikv-mark-5f1c"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A rendered prompt.
+
+    - `token_ids`: [num_tokens], int32.
+    - `exact`: True where it begins with D's own ids unchanged.
+    """
+
+    token_ids: array[int]
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What D knows of a session before a turn.
+
+    - `messages`: OpenAI messages of all completed turns.
+    - `token_ids`: [num_tokens], ids of the last completed turn's prompt and reply; empty for a session without one.
+    - `pending_text`: end of the last reply's text that `token_ids` does not cover.
+    """
+
+    messages: list[dict[str, Any]]
+    token_ids: array[int]
+    pending_text: str
+
+
+class TurnRenderer:
+    """Renders turns with vLLM's own chat rendering, so that a session's prompt is what stock serving would build."""
+
+    def __init__(self, serving_chat: Any) -> None:
+        """Take the parts of vLLM's chat serving object.
+
+        Args:
+            serving_chat: `app.state.openai_serving_chat`.
+        """
+        self._online = serving_chat.online_renderer
+        self._renderer = self._online.renderer
+        self._model_config = self._online.model_config
+
+    async def render(self, request: Any, history: History, delta: Sequence[dict[str, Any]]) -> Prompt:
+        """Render history and delta into a prompt that ends where the model's reply begins.
+
+        Args:
+            request: the turn as a vLLM `ChatCompletionRequest` (tools, template arguments, token limits).
+            history: what D knows.
+            delta: the turn's new messages.
+
+        Returns:
+            The prompt.
+
+        Raises:
+            Refused: `context_length_exceeded`, or the template fails on these messages.
+        """
+        params = self._chat_params(request)
+        whole = await self._text([*history.messages, *delta], params)
+        continued = await self._continue(whole, history, params) if history.token_ids else None
+        token_ids = await self._tokenize(whole) if continued is None else continued
+        self._check_length(request, len(token_ids))
+        return Prompt(token_ids, exact=continued is not None)
+
+    def reply_ids(self, token_ids: Sequence[int], text: str, *, skip_special_tokens: bool) -> tuple[int, str]:
+        """Find how many of a reply's generated ids its text contains.
+
+        Args:
+            token_ids: [num_generated], the ids that the engine generated.
+            text: the reply's text as the client got it; a stop string cuts it short of the ids.
+            skip_special_tokens: whether that text was decoded without special tokens.
+
+        Returns:
+            The number of leading ids whose text lies within `text`, and the rest of `text` behind them.
+        """
+        decode = self._renderer.get_tokenizer().decode
+
+        def text_of(num_ids: int) -> str:
+            return decode(list(token_ids[:num_ids]), skip_special_tokens=skip_special_tokens)
+
+        # The larger the count, the longer the text; nearly always all ids fit.
+        num_kept = len(token_ids)
+        if not text.startswith(text_of(num_kept)):
+            num_kept = bisect(range(1, num_kept), 0, key=lambda num: not text.startswith(text_of(num)))
+        return num_kept, text[len(text_of(num_kept)) :]
+
+    def _chat_params(self, request: Any) -> Any:
+        online = self._online
+        hide_tools = request.tool_choice == "none" and online.exclude_tools_when_tool_choice_none
+        tools = None if request.tools is None or hide_tools else [tool.model_dump() for tool in request.tools]
+        defaults = {**(online.default_chat_template_kwargs or {}), "tools": tools, "tokenize": False}
+        params = request.build_chat_params(online.chat_template, online.chat_template_content_format)
+        return params.with_defaults(defaults)
+
+    async def _text(self, messages: list[dict[str, Any]], params: Any) -> str:
+        _, prompt = await self._renderer.render_messages_async(messages, params)
+        text = prompt.get("prompt")
+        if not isinstance(text, str):
+            msg = "this model's chat template gives no text; sessions need one that renders to text"
+            raise Refused(msg, param="messages")
+        return text
+
+    async def _continue(self, whole: str, history: History, params: Any) -> array[int] | None:
+        """Return D's ids with the rest of the text appended, or None where the template does not just append."""
+        still = dataclasses.replace(
+            params, chat_template_kwargs={**params.chat_template_kwargs, "add_generation_prompt": False}
+        )
+        before = await self._text(history.messages, still)
+        closing = await self._closing(still)
+        if not (closing and before.endswith(closing) and whole.startswith(before)):
+            return None
+        token_ids = history.token_ids
+        tokenizer = self._renderer.get_tokenizer()
+        if not history.pending_text and token_ids[-1] in tokenizer.all_special_ids:
+            # The model's own end-of-turn token (not in the cache yet: it was never fed back). The template writes
+            # one too, perhaps another: the template's counts.
+            token_ids = token_ids[:-1]
+        rest = history.pending_text + closing + whole[len(before) :]
+        return token_ids + await self._tokenize(rest)
+
+    async def _closing(self, params: Any) -> str:
+        """Return what the template writes after an assistant's text, or nothing where that cannot be told."""
+        probe = [{"role": "user", "content": "."}, {"role": "assistant", "content": _MARK}]
+        _, found, closing = (await self._text(probe, params)).rpartition(_MARK)
+        return closing if found else ""
+
+    async def _tokenize(self, text: str) -> array[int]:
+        # Through vLLM's own pool: a fast tokenizer must not be used by two threads at once.
+        prompt = await self._renderer.tokenize_prompt_async({"prompt": text}, self._tok_params)
+        return array("i", prompt["prompt_token_ids"])
+
+    @property
+    def _tok_params(self) -> Any:
+        # Without a length of its own: the whole prompt is checked, not this piece of it.
+        return dataclasses.replace(
+            self._renderer.default_chat_tok_params, max_total_tokens=None, add_special_tokens=False
+        )
+
+    def _check_length(self, request: Any, num_tokens: int) -> None:
+        max_model_len = self._model_config.max_model_len
+        asked = (
+            request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+        )
+        if num_tokens + (asked or 1) > max_model_len:
+            msg = (
+                f"the prompt has {num_tokens} tokens and {asked or 1} more are asked for, but the model's context "
+                f"is {max_model_len}; shorten the history or lower max_completion_tokens"
+            )
+            raise Refused(msg, code="context_length_exceeded", param="messages")

@@ -1,0 +1,288 @@
+"""One turn in flight: P is asked, D generates, and the end is settled or abandoned.
+
+Order: `generate` (called by vLLM's chat serving through `EngineTap`), then exactly one of `settle` and `abandon`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from bidikv_sdk.wire import CacheReport, Timings
+from server_ext.core.tickets import sign
+from server_ext.engine import compat
+from server_ext.http.prefill_client import PrefillUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from bidikv_sdk.wire import Outcome, Reason, Route
+    from server_ext.http.home_client import HomeClient
+    from server_ext.http.prefill_client import PrefillClient, Prefilled
+    from server_ext.http.render import TurnRenderer
+
+logger = compat.init_logger("vllm.bidikv")
+
+
+@dataclass(slots=True)
+class Plan:
+    """What is known of a turn when it begins.
+
+    - `nonce`: of this turn; the engine knows the turn's request by it.
+    - `route`: the way it shall go; `forced` tells that the caller asked for it.
+    - `ticket`: signed transfer parameters for reading the lease; None where P gets none.
+    - `held_tokens`, `diverged_at`: of the lease, for the report.
+    - `lease_reason`: why the lease is gone or smaller; None where it is whole.
+    - `prefill_salt`: of P's prefix cache; None for none.
+    """
+
+    nonce: str
+    request_id: str
+    token_ids: array[int]
+    route: Route
+    forced: bool
+    ticket: dict[str, Any] | None
+    held_tokens: int
+    diverged_at: int | None
+    lease_reason: Reason | None
+    prefill_salt: str | None
+
+
+@dataclass(slots=True)
+class Clock:
+    """When the steps of a turn were reached, in monotonic seconds; None where one was not."""
+
+    started_s: float
+    rendered_s: float
+    begun_s: float
+    prefilled_s: float | None = None
+    first_token_s: float | None = None
+
+
+@dataclass(slots=True)
+class Reply:
+    """What the engine generated so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    num_cached_tokens: int = 0
+
+
+class Turn:
+    """One turn between its begin and its end."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        clock: Clock,
+        *,
+        home: HomeClient,
+        prefill: PrefillClient,
+        renderer: TurnRenderer,
+        secret: bytes,
+    ) -> None:
+        self.plan = plan
+        self._clock = clock
+        self._home = home
+        self._prefill = prefill
+        self._renderer = renderer
+        self._secret = secret
+        self._reply = Reply()
+        self._prefilled: Prefilled | None = None
+        self._prefill_reason: Reason | None = None
+        self._may_still_read = False
+        self._generation: AsyncGenerator[Any, None] | None = None
+        self.is_over = False
+
+    # Generation
+
+    def generate(self, engine_client: Any, prompt: Any, params: Any, request_id: str, **options: Any) -> Any:
+        """Stand in for the engine client's `generate`: the same arguments, the same outputs."""
+        self._generation = self._generate(engine_client, prompt, params, request_id, options)
+        return self._generation
+
+    async def _generate(
+        self, engine_client: Any, prompt: Any, params: Any, request_id: str, options: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        transfer = None
+        if options.get("lora_request") is not None:
+            self._prefill_reason = "unsupported"  # adapters are not passed to P yet
+        elif self.plan.route != "local":
+            transfer = await self._ask_prefill_node()
+        extra = {
+            name: value for name, value in (params.extra_args or {}).items() if name != "kv_transfer_params"
+        }
+        if transfer is not None:
+            extra["kv_transfer_params"] = sign(transfer, self._secret)
+        params.extra_args = extra or None
+        options["session_id"] = self.plan.nonce
+        async for output in engine_client.generate(prompt, params, request_id, **options):
+            self._take(output)
+            yield output
+
+    async def _ask_prefill_node(self) -> dict[str, Any] | None:
+        plan = self.plan
+        params = plan.ticket or sign({"do_remote_decode": True, "do_remote_prefill": False}, self._secret)
+        try:
+            prefilled = await self._prefill.prefill(
+                plan.token_ids, params, cache_salt=plan.prefill_salt, request_id=plan.request_id
+            )
+        except PrefillUnavailable as unavailable:
+            logger.warning("Turn %s is computed on D: %s", plan.request_id, unavailable)
+            self._prefill_reason = "prefill_unavailable"
+            self._may_still_read = unavailable.may_still_read
+            return None
+        finally:
+            self._clock.prefilled_s = time.perf_counter()
+        self._prefilled = prefilled
+        if plan.ticket is not None:
+            # P has read, whatever became of it: give the references back now, not at the deadline.
+            self._home.call_soon("return_ticket", ticket_id=plan.ticket["remote_request_id"])
+        return prefilled.params
+
+    def _take(self, output: Any) -> None:
+        if self._clock.first_token_s is None and not output.finished:
+            self._clock.first_token_s = time.perf_counter()
+        self._reply.num_cached_tokens = output.num_cached_tokens or self._reply.num_cached_tokens
+        for completion in output.outputs:
+            self._reply.token_ids.extend(completion.token_ids)
+            self._reply.text += completion.text
+
+    # The end
+
+    async def settle(
+        self,
+        message: dict[str, Any],
+        completion: dict[str, Any],
+        *,
+        skip_special_tokens: bool,
+        chunk: dict[str, Any],
+        ttl_s: float | None,
+    ) -> dict[str, Any]:
+        """Make the turn part of its session, and its blocks the session's lease.
+
+        Args:
+            message: the assistant's message, as the client gets it.
+            completion: the reply, kept for a retry of the same turn.
+            skip_special_tokens: how the reply's text was decoded.
+            chunk: the turn's own part of the transcript (delta and tools).
+            ttl_s: of the lease; None for the default.
+
+        Returns:
+            The `bidikv` object of the reply.
+
+        Raises:
+            Refused: the engine did not answer; the turn is not part of the session then.
+        """
+        plan = self.plan
+        settling_s = time.perf_counter()
+        num_kept, pending_text = self._renderer.reply_ids(
+            self._reply.token_ids, self._reply.text, skip_special_tokens=skip_special_tokens
+        )
+        kept_ids = plan.token_ids + array("i", self._reply.token_ids[:num_kept])
+        cache = self.report()
+        transcript = {**chunk, "messages": [*chunk["messages"], message], "pending_text": pending_text}
+        settled = await self._home.call(
+            "settle",
+            nonce=plan.nonce,
+            num_tokens_kept=len(kept_ids),
+            token_ids=kept_ids.tobytes(),
+            chunk=json.dumps(transcript).encode(),
+            reply=json.dumps({"completion": completion, "cache": cache.to_json()}).encode(),
+            ttl_s=ttl_s,
+        )
+        self.is_over = True
+        info = settled["info"]
+        info["cache"] = cache.to_json()
+        info["cache"]["timings_s"]["settle"] = time.perf_counter() - settling_s
+        return info  # type: ignore[no-any-return]
+
+    async def abandon(self) -> None:
+        """End a turn that failed or whose client left; the previous lease and the session stay as they were."""
+        if self.is_over:
+            return
+        self.is_over = True
+        if self._generation is not None:
+            await self._generation.aclose()  # aborts the engine's request
+        # A ticket that P may still be reading stays until its deadline, also where the call was cut half-way.
+        asked = self.plan.ticket is not None and self._generation is not None
+        unread = self._prefilled is not None or not asked
+        await self._home.call(
+            "abandon", nonce=self.plan.nonce, return_ticket=unread and not self._may_still_read
+        )
+
+    async def abandon_whatever_happens(self) -> None:
+        """Abandon, even while the caller is being cancelled."""
+        try:
+            await asyncio.shield(self.abandon())
+        except Exception as error:  # noqa: BLE001 - the home's own deadline ends the turn then
+            logger.warning("Turn %s was not abandoned in order: %s", self.plan.request_id, error)
+
+    # The report
+
+    def report(self) -> CacheReport:
+        """Say where the prompt's KV cache came from, and why."""
+        plan = self.plan
+        num_prompt = len(plan.token_ids)
+        if self._prefilled is not None:
+            fetched, reused = self._prefilled.fetched_tokens, self._prefilled.local_tokens
+            outcome: Outcome = "fetched" if fetched else "prefilled" if reused else "recomputed"
+        else:
+            fetched, reused = 0, min(self._reply.num_cached_tokens, num_prompt)
+            outcome = "local" if reused else "recomputed"
+        return CacheReport(
+            outcome=outcome,
+            reason=self._reason(outcome),
+            prompt_tokens=num_prompt,
+            held_tokens=plan.held_tokens,
+            reused_tokens=reused,
+            fetched_tokens=fetched,
+            computed_tokens=num_prompt - reused - fetched,
+            diverged_at=plan.diverged_at,
+            timings_s=self._timings(),
+        )
+
+    def _reason(self, outcome: Outcome) -> Reason:
+        plan = self.plan
+        if self._prefill_reason is not None:
+            return self._prefill_reason
+        if self._prefilled is not None and self._prefilled.reason is not None:
+            return self._prefilled.reason  # type: ignore[return-value]
+        if plan.route in ("recompute", "prefill", "local") and plan.forced:
+            return "forced"
+        if plan.lease_reason is not None:
+            return plan.lease_reason
+        if outcome != "fetched" and plan.held_tokens and plan.ticket is None and plan.route == "fetch":
+            return "below_threshold"
+        return "forced" if plan.forced else "cheapest"
+
+    def _timings(self) -> Timings:
+        clock, prefilled = self._clock, self._prefilled
+        since = clock.prefilled_s if clock.prefilled_s is not None else clock.begun_s
+        return Timings(
+            render=clock.rendered_s - clock.started_s,
+            begin=clock.begun_s - clock.rendered_s,
+            prefill=None if clock.prefilled_s is None else clock.prefilled_s - clock.begun_s,
+            fetch=None if prefilled is None else prefilled.fetch_s,
+            handover=None if clock.first_token_s is None else clock.first_token_s - since,
+            ttft=None if clock.first_token_s is None else clock.first_token_s - clock.started_s,
+        )
+
+
+class EngineTap:
+    """The engine client that one turn's chat serving sees: everything is the real one's, but `generate`."""
+
+    def __init__(self, engine_client: Any, turn: Turn) -> None:
+        self._engine_client = engine_client
+        self._turn = turn
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine_client, name)
+
+    def generate(self, prompt: Any, params: Any, request_id: str, **options: Any) -> Any:
+        """Conduct the turn (see `Turn.generate`)."""
+        return self._turn.generate(self._engine_client, prompt, params, request_id, **options)

@@ -1,0 +1,202 @@
+"""A turn's body, checked: what is ours is taken out, what cannot work is refused by name, the rest is vLLM's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from bidikv_sdk.wire import PROTOCOL, ROUTES
+from server_ext.engine.compat import ChatCompletionRequest
+from server_ext.http.errors import Refused
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from bidikv_sdk.wire import Route
+
+_MAX_SESSION_ID_CHARS = 256
+# Fields that would change what the session's prompt is, or reach past it. `cache_salt` comes from the tenant.
+_REFUSED_FIELDS = (
+    "add_generation_prompt",
+    "cache_salt",
+    "continue_final_message",
+    "echo",
+    "kv_transfer_params",
+    "prompt_logprobs",
+    "use_beam_search",
+    "vllm_xargs",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """One turn as its caller asked for it.
+
+    - `turn`: its number, from 1.
+    - `key`: idempotency key; equal keys of the same turn are the same call.
+    - `messages`: the delta, at least one OpenAI message.
+    - `tools`: None where the session's tools stay as they are.
+    - `route`: None where the caller does not force one.
+    - `ttl_s`: of the lease after this turn; None for the server's default.
+    - `stream`: reply as server-sent events.
+    - `chat`: the remaining chat parameters, unchecked.
+    """
+
+    turn: int
+    key: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    route: Route | None
+    ttl_s: float | None
+    stream: bool
+    chat: dict[str, Any]
+
+    @classmethod
+    def parse(cls, body: dict[str, Any], *, key: str) -> TurnRequest:
+        """Check a turn's body.
+
+        Raises:
+            Refused: `invalid_request`, `unsupported_parameter` or `protocol_mismatch`, naming the field.
+        """
+        options = options_of(body)
+        for name in _REFUSED_FIELDS:
+            if body.get(name):
+                msg = f"{name} is not supported in a session turn; leave it out"
+                raise Refused(msg, code="unsupported_parameter", param=name)
+        if body.get("n") not in (None, 1):
+            msg = f"n is {body['n']!r}, but a session continues with one reply; leave it out, or open several sessions"
+            raise Refused(msg, code="unsupported_parameter", param="n")
+        turn = body.get("turn")
+        if type(turn) is not int or turn < 1:
+            msg = f"turn is {turn!r}; give the number of this turn: completed turns + 1"
+            raise Refused(msg, param="turn")
+        route = options.get("route")
+        if route is not None and route not in ROUTES:
+            msg = f"bidikv.route is {route!r}; give one of {', '.join(ROUTES)}"
+            raise Refused(msg, param="bidikv.route")
+        ours = ("bidikv", "session_id", "turn", "messages", "tools", "stream", "stream_options")
+        return cls(
+            turn=turn,
+            key=key,
+            messages=messages_of(body, required=True),
+            tools=tools_of(body),
+            route=None if route == "auto" else route,
+            ttl_s=ttl_of(options.get("ttl_s"), "bidikv.ttl_s"),
+            stream=bool(body.get("stream")),
+            chat={name: value for name, value in body.items() if name not in ours},
+        )
+
+    def to_vllm(self, tools: list[dict[str, Any]] | None, *, cache_salt: str | None) -> ChatCompletionRequest:
+        """Build vLLM's request of this turn.
+
+        Args:
+            tools: of the session.
+            cache_salt: of D's prefix cache.
+
+        Raises:
+            Refused: `invalid_request`, in vLLM's words.
+        """
+        # The usage chunk of a stream is the one that carries our report.
+        stream = {"stream": True, "stream_options": {"include_usage": True}} if self.stream else {}
+        try:
+            return ChatCompletionRequest(
+                messages=self.messages, tools=tools or None, cache_salt=cache_salt, **self.chat, **stream
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            param = ".".join(str(part) for part in first["loc"][:2])
+            msg = f"{param}: {first['msg']}" if param else first["msg"]
+            raise Refused(msg, param=param or None) from error
+        except ValueError as error:
+            raise Refused(str(error)) from error
+
+
+def options_of(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the request's `bidikv` object.
+
+    Raises:
+        Refused: it is no object, or speaks another protocol.
+    """
+    options = body.get("bidikv", {})
+    if not isinstance(options, dict):
+        msg = f"bidikv is {options!r:.80}; give an object like {{'protocol': {PROTOCOL}}}"
+        raise Refused(msg, param="bidikv")
+    protocol = options.get("protocol", PROTOCOL)
+    if protocol != PROTOCOL:
+        msg = f"this server speaks protocol {PROTOCOL}, the request says {protocol!r:.80}; upgrade the older side"
+        raise Refused(msg, code="protocol_mismatch", param="bidikv.protocol")
+    return options
+
+
+def messages_of(body: Mapping[str, Any], *, required: bool) -> list[dict[str, Any]]:
+    """Return a body's messages.
+
+    Raises:
+        Refused: they are no list of objects with a role, or hold content other than text.
+    """
+    messages = body.get("messages")
+    if messages is None and not required:
+        return []
+    if not isinstance(messages, list) or (required and not messages):
+        msg = f"messages is {messages!r:.80}; give a list of at least one chat message"
+        raise Refused(msg, param="messages")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            msg = f"messages[{i}] is {message!r:.80}; give an object with a role"
+            raise Refused(msg, param=f"messages[{i}]")
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        if any(not isinstance(part, dict) or part.get("type") != "text" for part in parts):
+            msg = f"messages[{i}].content has a part that is not text; sessions carry text only"
+            raise Refused(msg, code="unsupported_parameter", param=f"messages[{i}].content")
+        if content is not None and not isinstance(content, str | list):
+            msg = f"messages[{i}].content is {content!r:.80}; give a string, text parts or null"
+            raise Refused(msg, param=f"messages[{i}].content")
+    return messages
+
+
+def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return a body's tools, None where it has none.
+
+    Raises:
+        Refused: they are no list of objects.
+    """
+    tools = body.get("tools")
+    if tools is not None and (
+        not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools)
+    ):
+        msg = f"tools is {tools!r:.80}; give a list of OpenAI tool definitions"
+        raise Refused(msg, param="tools")
+    return tools
+
+
+def ttl_of(value: Any, param: str) -> float | None:
+    """Return a time to live in seconds, None where none is given.
+
+    Raises:
+        Refused: it is no number above 0.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        msg = f"{param} is {value!r:.80}; give a number of seconds above 0"
+        raise Refused(msg, param=param)
+    return float(value)
+
+
+def session_id_of(path_id: str, body: Mapping[str, Any], header_id: str | None) -> str:
+    """Return the session id of a call, which names it in path, header and body alike.
+
+    Raises:
+        Refused: the three differ, or the id is too long.
+    """
+    for given, param in ((body.get("session_id"), "session_id"), (header_id, "X-Session-ID")):
+        if given is not None and given != path_id:
+            msg = f"{param} is {given!r:.80}, but the path names session {path_id!r:.80}; send the same id everywhere"
+            raise Refused(msg, param=param)
+    if not 0 < len(path_id) <= _MAX_SESSION_ID_CHARS:
+        msg = f"the session id has {len(path_id)} characters; give 1 to {_MAX_SESSION_ID_CHARS}"
+        raise Refused(msg, param="session_id")
+    return path_id
