@@ -97,8 +97,9 @@ def check_session_id(session_id: str) -> str:
         ValueError: it cannot travel in a header and in a path.
     """
     travels = session_id.isascii() and session_id.isprintable() and session_id == session_id.strip()
-    if not travels or session_id in {"", ".", ".."} or len(session_id) > _MAX_ID_LENGTH:
-        msg = f"session id {session_id!r:.80} must be 1 to {_MAX_ID_LENGTH} printable ASCII characters"
+    # A quoted slash is a slash again before the server looks for the route.
+    if not travels or "/" in session_id or session_id in {"", ".", ".."} or len(session_id) > _MAX_ID_LENGTH:
+        msg = f"session id {session_id!r:.80} must be 1 to {_MAX_ID_LENGTH} printable ASCII characters, no slash"
         raise ValueError(msg)
     return session_id
 

@@ -110,7 +110,7 @@ class Home:
         """Return what the conductor of turn number `turn` renders from; refuse a turn that could not begin.
 
         A first turn opens an unknown session. The result has `transcript` (the chunks), `token_ids` (packed
-        int32, empty where not known) and `incarnation`, and `reply` None. Where the turn is a repetition it has
+        int32, empty where not known), `incarnation`, and `reply` None. Where the turn is a repetition, it has
         only the stored `reply` beside `info`.
         """
         self.sweep(now_s=now_s)
@@ -144,9 +144,9 @@ class Home:
         """Begin a turn, all or nothing; one that ran too long is taken over.
 
         The result has `nonce`, `held_tokens`, `matched_tokens`, `diverged_at`, `lease_reason`, `ticket`
-        (signed `kv_transfer_params`, or None), `ticket_id` and `ticket_reason` (why there is none although
-        tokens matched), and `reply` None. Where the turn is a repetition it has only the stored `reply` beside
-        `info`.
+        (signed `kv_transfer_params`, or None), `ticket_id`, `ticket_reason` (why there is none although
+        tokens matched), and `reply` None. Where the turn is a repetition, it has only the stored `reply`
+        beside `info`.
         """
         key = (tenant, session_id)
         nonce = self._new_nonce()

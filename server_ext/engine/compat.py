@@ -115,28 +115,38 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, 
     refusals = [
         (
             host_buffer,
-            "kv_buffer_device='cpu' on a GPU stages KV in host buffers that leased blocks never reach; "
-            "set kv_buffer_device='cuda'",
+            (
+                "kv_buffer_device='cpu' on a GPU stages KV in host buffers that leased blocks never reach; "
+                "set kv_buffer_device='cuda'"
+            ),
         ),
         (
             reads and transfer.kv_role != "kv_both",
-            f"kv_role={transfer.kv_role!r} on an engine that reads leases: blocks could be freed under a running "
-            "step; set kv_role='kv_both'",
+            (
+                f"kv_role={transfer.kv_role!r} on an engine that reads leases: blocks could be freed under a running "
+                "step; set kv_role='kv_both'"
+            ),
         ),
         (
             transfer.kv_load_failure_policy != "recompute",
-            f"kv_load_failure_policy={transfer.kv_load_failure_policy!r} makes a failed read an error of the "
-            "request; set it to 'recompute'",
+            (
+                f"kv_load_failure_policy={transfer.kv_load_failure_policy!r} makes a failed read an error of the "
+                "request; set it to 'recompute'"
+            ),
         ),
         (
             len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec),
-            f"KV cache groups {attention}: only models with one full-attention group are supported; "
-            "serve hybrid, sliding-window and state-space models without bidikv",
+            (
+                f"KV cache groups {attention}: only models with one full-attention group are supported; "
+                "serve hybrid, sliding-window and state-space models without bidikv"
+            ),
         ),
         (
             parallel.tensor_parallel_size != 1 or parallel.pipeline_parallel_size != 1,
-            f"tensor_parallel_size={parallel.tensor_parallel_size}, "
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: not tested yet; use 1 and 1",
+            (
+                f"tensor_parallel_size={parallel.tensor_parallel_size}, "
+                f"pipeline_parallel_size={parallel.pipeline_parallel_size}: not tested yet; use 1 and 1"
+            ),
         ),
         (
             parallel.data_parallel_size != 1,
@@ -237,7 +247,7 @@ def guard_allocations(
     allocate = manager.allocate_slots
     signature = inspect.signature(allocate)
     if tuple(signature.parameters) != _ALLOCATE_SLOTS_PARAMETERS:
-        msg = f"KVCacheManager.allocate_slots has parameters {tuple(signature.parameters)}, which this bidikv does not know"
+        msg = f"KVCacheManager.allocate_slots has unknown parameters: {tuple(signature.parameters)}"
         raise RuntimeError(msg)
     reset = manager.reset_prefix_cache
     pool = manager.block_pool

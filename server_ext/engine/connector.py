@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 class BidiKVConnector(compat.NixlPullConnector):
     """NIXL's pull connector, with leases on D and verified reads on P."""
 
-    def __init__(
-        self, vllm_config: VllmConfig, role: compat.KVConnectorRole, kv_cache_config: KVCacheConfig
-    ) -> None:
+    def __init__(self, vllm_config: VllmConfig, role: compat.KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Build one side of the connector.
 
         Raises:
@@ -43,14 +41,12 @@ class BidiKVConnector(compat.NixlPullConnector):
         compat.refuse_unsupported(vllm_config, kv_cache_config, reads=reads)
         # Past NixlPullConnector's own constructor, which would build a stock scheduler or worker first.
         compat.NixlBaseConnector.__init__(self, vllm_config, role, kv_cache_config)
-        self.connector_scheduler = None
-        self.connector_worker = None
+        self.connector_scheduler: Any = None
+        self.connector_worker: Worker | None = None
         if role == compat.KVConnectorRole.WORKER:
             self.connector_worker = Worker(vllm_config, self.engine_id, kv_cache_config)
         elif reads:
-            self.connector_scheduler = PrefillScheduler(
-                vllm_config, self.engine_id, kv_cache_config, settings
-            )
+            self.connector_scheduler = PrefillScheduler(vllm_config, self.engine_id, kv_cache_config, settings)
         else:
             self.connector_scheduler = DecodeScheduler(vllm_config, self.engine_id, kv_cache_config, settings)
 

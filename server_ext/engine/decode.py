@@ -55,9 +55,7 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
         settings: EngineSettings,
     ) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
-        self.weight_version = (
-            "default"  # EngineCore's own initial value; changes come through on_weight_version
-        )
+        self.weight_version = "default"  # EngineCore's own initial value; changes come through on_weight_version
         self._settings = settings
         self._fingerprint = compat.model_fingerprint(vllm_config)
         self._max_request_blocks = num_blocks(vllm_config.model_config.max_model_len, self.block_size)

@@ -73,9 +73,7 @@ class PrefillScheduler(compat.NixlPullConnectorScheduler):
         settings: EngineSettings,
     ) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
-        self.weight_version = (
-            "default"  # EngineCore's own initial value; changes come through on_weight_version
-        )
+        self.weight_version = "default"  # EngineCore's own initial value; changes come through on_weight_version
         self._secret = settings.secret
         self._fingerprint = compat.model_fingerprint(vllm_config)
         self._reads: dict[str, Read] = {}
@@ -101,9 +99,7 @@ class PrefillScheduler(compat.NixlPullConnectorScheduler):
             seen_ids=self._seen_tickets,
         )
         if refusal is not None:
-            logger.warning(
-                "Ticket of %s refused: %s; its prompt is computed instead.", request.request_id, refusal
-            )
+            logger.warning("Ticket of %s refused: %s; its prompt is computed instead.", request.request_id, refusal)
             read.reason = REFUSAL_REASONS[refusal]
             params["remote_block_ids"] = None
             return
@@ -112,9 +108,7 @@ class PrefillScheduler(compat.NixlPullConnectorScheduler):
         if len(self._seen_tickets) > _MAX_SEEN_TICKETS:
             self._seen_tickets.popitem(last=False)
 
-    def get_num_new_matched_tokens(
-        self, request: compat.Request, num_computed_tokens: int
-    ) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: compat.Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Offer the ticket's tokens beyond P's own prefix, but never twice."""
         read = self._reads.get(request.request_id)
         if read is None:

@@ -97,7 +97,9 @@ def _read_secret(path: Any) -> bytes:
         msg = f"bidikv setting secret_file {path!r} cannot be read: {error}"
         raise ValueError(msg) from error
     if len(secret) < _MIN_SECRET_BYTES:
-        msg = f"bidikv setting secret_file {path!r} holds {len(secret)} bytes; write at least {_MIN_SECRET_BYTES} random ones"
+        msg = (
+            f"bidikv setting secret_file {path!r} has {len(secret)} bytes; put {_MIN_SECRET_BYTES} random ones or more"
+        )
         raise ValueError(msg)
     return secret
 

@@ -44,8 +44,6 @@ class Worker(compat.NixlPullConnectorWorker):
             expiry = meta.remote.blocks_expiry_time if meta is not None and meta.remote is not None else None
             # D's clock is perf_counter of its engine core; the offset was measured at the handshake.
             if expiry is not None and now >= expiry - self._engine_clock_offset[meta.remote.engine_id]:
-                logger.warning(
-                    "Read of %s ended after its ticket's deadline; its prompt is computed instead.", req_id
-                )
+                logger.warning("Read of %s ended after its ticket's deadline; its prompt is computed instead.", req_id)
                 failed.add(req_id)
         return done - failed, failed

@@ -57,9 +57,7 @@ class Caller:
 class Conductor:
     """All that D's API server needs to run turns."""
 
-    def __init__(
-        self, engine_client: Any, serving_chat: Any, settings: EngineSettings, *, has_keys: bool
-    ) -> None:
+    def __init__(self, engine_client: Any, serving_chat: Any, settings: EngineSettings, *, has_keys: bool) -> None:
         self.home = HomeClient(engine_client, timeout_s=settings.control_timeout_s)
         self.tenants = Tenants(settings.secret, has_keys=has_keys)
         self._settings = settings
@@ -68,9 +66,7 @@ class Conductor:
         block_size = engine_client.vllm_config.cache_config.block_size
         self._prefill = PrefillClient(settings, block_size=block_size)
 
-    async def run(
-        self, caller: Caller, request: TurnRequest, raw_request: Any
-    ) -> dict[str, Any] | AsyncIterator[str]:
+    async def run(self, caller: Caller, request: TurnRequest, raw_request: Any) -> dict[str, Any] | AsyncIterator[str]:
         """Run one turn.
 
         Args:
@@ -86,9 +82,7 @@ class Conductor:
             Refused: nothing was generated, and the session is as it was.
         """
         started_s = time.perf_counter()
-        record = await self.home.call(
-            "load", **caller.session, turn=request.turn, idempotency_key=request.key
-        )
+        record = await self.home.call("load", self._turn_arg(caller, request))
         if record["reply"] is not None:
             return self._replay(record, stream=request.stream)
         chunks = [json.loads(chunk) for chunk in record["transcript"] if chunk]
@@ -117,9 +111,7 @@ class Conductor:
             raise
         return completion
 
-    async def _begin(
-        self, caller: Caller, request: TurnRequest, token_ids: array[int], started_s: float
-    ) -> Turn:
+    async def _begin(self, caller: Caller, request: TurnRequest, token_ids: array[int], started_s: float) -> Turn:
         rendered_s = time.perf_counter()
         route: Route = request.route or self._settings.home.default_route
         if route == "auto":
@@ -127,16 +119,16 @@ class Conductor:
 
         def undo(late: dict[str, Any]) -> None:
             if late["reply"] is None:
-                self.home.call_soon("abandon", nonce=late["nonce"], return_ticket=True)
+                self.home.call_soon("abandon", {"nonce": late["nonce"], "return_ticket": True})
 
         begun = await self.home.call(
             "begin",
+            {
+                **self._turn_arg(caller, request),
+                "prompt_ids": token_ids.tobytes(),
+                "want_ticket": route == "fetch" and bool(self._settings.prefill_urls),
+            },
             on_late=undo,
-            **caller.session,
-            turn=request.turn,
-            idempotency_key=request.key,
-            prompt_ids=token_ids.tobytes(),
-            want_ticket=route == "fetch" and bool(self._settings.prefill_urls),
         )
         fresh = self._settings.fresh_prefill_salt or route == "recompute"
         plan = Plan(
@@ -160,6 +152,10 @@ class Conductor:
             renderer=self._renderer,
             secret=self._settings.secret,
         )
+
+    @staticmethod
+    def _turn_arg(caller: Caller, request: TurnRequest) -> dict[str, Any]:
+        return {**caller.session, "turn": request.turn, "idempotency_key": request.key}
 
     async def _generate(self, turn: Turn, vllm_request: Any, token_ids: array[int], raw_request: Any) -> Any:
         # Prepared ids win over the messages, which vLLM then neither renders nor tokenizes.
@@ -185,9 +181,7 @@ class Conductor:
                         break
                     chunk = json.loads(data)
                     if "error" in chunk:
-                        refused = refused_by_vllm(
-                            chunk["error"].get("code") or 500, chunk["error"]["message"]
-                        )
+                        refused = refused_by_vllm(chunk["error"].get("code") or 500, chunk["error"]["message"])
                         yield _event({"error": refused.info.to_json()})
                         break
                     total.add(chunk)
@@ -195,9 +189,7 @@ class Conductor:
                         yield event
                     else:
                         try:
-                            chunk["bidikv"] = await self._settle(
-                                turn, request, vllm_request, dict(total.completion())
-                            )
+                            chunk["bidikv"] = await self._settle(turn, request, vllm_request, dict(total.completion()))
                         except Refused as refused:
                             chunk = {"error": refused.info.to_json()}
                         yield _event(chunk)
@@ -239,11 +231,7 @@ async def _as_events(completion: dict[str, Any]) -> AsyncIterator[str]:
     message = dict(choice["message"])
     if message.get("tool_calls"):
         message["tool_calls"] = [{**call, "index": i} for i, call in enumerate(message["tool_calls"])]
-    base = {name: completion.get(name) for name in ("id", "created", "model")} | {
-        "object": "chat.completion.chunk"
-    }
-    yield _event(
-        {**base, "choices": [{"index": 0, "delta": message, "finish_reason": choice["finish_reason"]}]}
-    )
+    base = {name: completion.get(name) for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    yield _event({**base, "choices": [{"index": 0, "delta": message, "finish_reason": choice["finish_reason"]}]})
     yield _event({**base, "choices": [], "usage": completion.get("usage"), "bidikv": completion["bidikv"]})
     yield _DONE

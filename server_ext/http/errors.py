@@ -33,9 +33,7 @@ class Refused(Exception):
 
     def to_response(self, headers: Mapping[str, str]) -> JSONResponse:
         """Return the HTTP reply."""
-        extra = (
-            {"Retry-After": str(max(1, round(self.info.retry_after_s)))} if self.info.retry_after_s else {}
-        )
+        extra = {"Retry-After": str(max(1, round(self.info.retry_after_s)))} if self.info.retry_after_s else {}
         return JSONResponse({"error": self.info.to_json()}, self.info.status, {**headers, **extra})
 
 

@@ -28,14 +28,14 @@ class HomeClient:
         self._background: set[asyncio.Task[Any]] = set()
 
     async def call(
-        self, op: str, *, on_late: Callable[[dict[str, Any]], None] | None = None, **arg: Any
+        self, op: str, arg: dict[str, Any], *, on_late: Callable[[dict[str, Any]], None] | None = None
     ) -> dict[str, Any]:
         """Call one op.
 
         Args:
             op: its name.
-            on_late: called with the reply where it comes after the deadline, to undo what nobody waits for.
             arg: its argument.
+            on_late: called with the reply where it comes after the deadline, to undo what nobody waits for.
 
         Returns:
             The op's reply.
@@ -62,9 +62,9 @@ class HomeClient:
             raise Refused.from_info(ErrorInfo.from_json(reply["error"]))
         return reply
 
-    def call_soon(self, op: str, **arg: Any) -> None:
+    def call_soon(self, op: str, arg: dict[str, Any]) -> None:
         """Call an op without waiting for it; a failure is logged, the home's own deadlines make up for it."""
-        task = asyncio.ensure_future(self.call(op, **arg))
+        task = asyncio.ensure_future(self.call(op, arg))
         self._background.add(task)
         task.add_done_callback(self._done)
 

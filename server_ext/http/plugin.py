@@ -46,6 +46,4 @@ class BidiKVPlugin:
             state.bidikv_prefill = PrefillService(engine_client, settings)
             return
         has_keys = bool(args.api_key or os.environ.get("VLLM_API_KEY"))
-        state.bidikv_conductor = Conductor(
-            engine_client, state.openai_serving_chat, settings, has_keys=has_keys
-        )
+        state.bidikv_conductor = Conductor(engine_client, state.openai_serving_chat, settings, has_keys=has_keys)

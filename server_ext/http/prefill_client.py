@@ -89,7 +89,7 @@ class PrefillClient:
         for url in self._urls:
             try:
                 return await self._call(url, body, request_id)
-            except PrefillUnavailable as error:
+            except PrefillUnavailable as error:  # noqa: PERF203 - a network call dwarfs the try
                 failure = error
                 if error.may_still_read:
                     break  # its ticket may be in use: another P would be a second reader
@@ -101,9 +101,7 @@ class PrefillClient:
         started_s = time.perf_counter()
         try:
             async with asyncio.timeout(deadline_s):
-                reply = await self._http.post(
-                    url + PREFILL_PATH, json=body, headers={"X-Request-Id": request_id}
-                )
+                reply = await self._http.post(url + PREFILL_PATH, json=body, headers={"X-Request-Id": request_id})
                 reply.raise_for_status()
                 prefilled = self._check(reply.json(), num_tokens)
         except httpx.ConnectError as error:
@@ -128,9 +126,7 @@ class PrefillClient:
         params = dict(reply["kv_transfer_params"])
         report = params.pop("bidikv")
         (block_ids,) = params["remote_block_ids"]
-        if len(block_ids) != num_blocks(num_tokens, self._block_size) or not all(
-            type(b) is int for b in block_ids
-        ):
+        if len(block_ids) != num_blocks(num_tokens, self._block_size) or not all(type(b) is int for b in block_ids):
             msg = f"{len(block_ids)} blocks for {num_tokens} tokens of a prompt"
             raise ValueError(msg)
         if not params.get("do_remote_prefill"):

@@ -162,9 +162,7 @@ class TurnRenderer:
 
     def _check_length(self, request: Any, num_tokens: int) -> None:
         max_model_len = self._model_config.max_model_len
-        asked = (
-            request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
-        )
+        asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
         if num_tokens + (asked or 1) > max_model_len:
             msg = (
                 f"the prompt has {num_tokens} tokens and {asked or 1} more are asked for, but the model's context "

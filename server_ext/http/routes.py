@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import uuid
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
@@ -34,10 +35,9 @@ class ClosingStream(StreamingResponse):
     """A stream whose generator is closed with it, so that a client that leaves ends its turn at once."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
+        """Answer, and close the generator whatever happens."""
+        async with aclosing(self.body_iterator):  # type: ignore[type-var]
             await super().__call__(scope, receive, send)
-        finally:
-            await self.body_iterator.aclose()  # type: ignore[union-attr]
 
 
 class Call:
@@ -64,7 +64,7 @@ class Call:
     async def home(self, op: str, **arg: Any) -> JSONResponse:
         """Answer with what the home says."""
         turn_request.options_of(self.body)
-        answer = await self.conductor.home.call(op, **self.caller.session, **arg)
+        answer = await self.conductor.home.call(op, {**self.caller.session, **arg})
         return self.reply({"bidikv": answer["info"]})
 
     def reply(self, content: dict[str, Any]) -> JSONResponse:
@@ -149,7 +149,7 @@ async def list_sessions(raw_request: Request) -> Response:
     """List the caller's own sessions."""
     conductor: Conductor = raw_request.app.state.bidikv_conductor
     tenant = conductor.tenants.tenant_of(raw_request.headers)
-    listing = await conductor.home.call("list", tenant=tenant)
+    listing = await conductor.home.call("list", {"tenant": tenant})
     sessions = [SessionInfo.from_json(session["info"]) for session in listing["sessions"]]
     return JSONResponse(sessions_to_json(sessions), headers={_REQUEST_ID: request_id_of(raw_request)})
 

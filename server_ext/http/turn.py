@@ -113,9 +113,7 @@ class Turn:
             self._prefill_reason = "unsupported"  # adapters are not passed to P yet
         elif self.plan.route != "local":
             transfer = await self._ask_prefill_node()
-        extra = {
-            name: value for name, value in (params.extra_args or {}).items() if name != "kv_transfer_params"
-        }
+        extra = {name: value for name, value in (params.extra_args or {}).items() if name != "kv_transfer_params"}
         if transfer is not None:
             extra["kv_transfer_params"] = sign(transfer, self._secret)
         params.extra_args = extra or None
@@ -141,7 +139,7 @@ class Turn:
         self._prefilled = prefilled
         if plan.ticket is not None:
             # P has read, whatever became of it: give the references back now, not at the deadline.
-            self._home.call_soon("return_ticket", ticket_id=plan.ticket["remote_request_id"])
+            self._home.call_soon("return_ticket", {"ticket_id": plan.ticket["remote_request_id"]})
         return prefilled.params
 
     def _take(self, output: Any) -> None:
@@ -188,18 +186,20 @@ class Turn:
         transcript = {**chunk, "messages": [*chunk["messages"], message], "pending_text": pending_text}
         settled = await self._home.call(
             "settle",
-            nonce=plan.nonce,
-            num_tokens_kept=len(kept_ids),
-            token_ids=kept_ids.tobytes(),
-            chunk=json.dumps(transcript).encode(),
-            reply=json.dumps({"completion": completion, "cache": cache.to_json()}).encode(),
-            ttl_s=ttl_s,
+            {
+                "nonce": plan.nonce,
+                "num_tokens_kept": len(kept_ids),
+                "token_ids": kept_ids.tobytes(),
+                "chunk": json.dumps(transcript).encode(),
+                "reply": json.dumps({"completion": completion, "cache": cache.to_json()}).encode(),
+                "ttl_s": ttl_s,
+            },
         )
         self.is_over = True
         info = settled["info"]
         info["cache"] = cache.to_json()
         info["cache"]["timings_s"]["settle"] = time.perf_counter() - settling_s
-        return info  # type: ignore[no-any-return]
+        return info
 
     async def abandon(self) -> None:
         """End a turn that failed or whose client left; the previous lease and the session stay as they were."""
@@ -211,9 +211,8 @@ class Turn:
         # A ticket that P may still be reading stays until its deadline, also where the call was cut half-way.
         asked = self.plan.ticket is not None and self._generation is not None
         unread = self._prefilled is not None or not asked
-        await self._home.call(
-            "abandon", nonce=self.plan.nonce, return_ticket=unread and not self._may_still_read
-        )
+        return_ticket = unread and not self._may_still_read
+        await self._home.call("abandon", {"nonce": self.plan.nonce, "return_ticket": return_ticket})
 
     async def abandon_whatever_happens(self) -> None:
         """Abandon, even while the caller is being cancelled."""

@@ -164,9 +164,7 @@ def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         Refused: they are no list of objects.
     """
     tools = body.get("tools")
-    if tools is not None and (
-        not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools)
-    ):
+    if tools is not None and (not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools)):
         msg = f"tools is {tools!r:.80}; give a list of OpenAI tool definitions"
         raise Refused(msg, param="tools")
     return tools

@@ -178,9 +178,7 @@ def _argv(config: StackConfig, role: Role) -> list[str]:
         argv += ["--max-num-batched-tokens", str(_CPU_STEP_TOKENS[role])]
     elif config.gpu_memory_utilization is not None:
         argv += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
-    if role == "prefill":
-        argv.append("--enable-scale-out")  # D calls P's /inference/v1/generate
-    elif config.tool_call_parser is not None:
+    if role == "decode" and config.tool_call_parser is not None:
         argv += ["--enable-auto-tool-choice", "--tool-call-parser", config.tool_call_parser]
     if role == "decode" and len(config.api_keys) > 1:
         argv += [

@@ -78,7 +78,7 @@ def make_settings(**changes) -> HomeSettings:
 
 
 def make_table(pool: FakePool, *, max_request_blocks: int = 8, **changes) -> LeaseTable:
-    """Return a table over `pool` whose ticket ids are t0, t1, …"""
+    """Return a table over `pool` whose ticket ids are t0, t1 and so on."""
     return LeaseTable(
         pool,
         make_settings(**changes),
@@ -89,7 +89,7 @@ def make_table(pool: FakePool, *, max_request_blocks: int = 8, **changes) -> Lea
 
 
 def make_home(pool: FakePool, *, max_request_blocks: int = 8, make_address=None, **changes) -> Home:
-    """Return a home over `pool` whose nonces are n0, n1, …"""
+    """Return a home over `pool` whose nonces are n0, n1 and so on."""
     return Home(
         pool,
         make_settings(**changes),

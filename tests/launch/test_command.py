@@ -120,8 +120,6 @@ def test_the_connector_travels_as_json():
 def test_only_prefill_takes_token_ids_over_http():
     """P serves the raw generate route that D calls; D does not, and it alone parses tool calls."""
     prefill, decode = (engine_command(CPU, role, {}).argv for role in ROLES)
-    assert "--enable-scale-out" in prefill
-    assert "--enable-scale-out" not in decode
     assert option(CPU, "decode", "--tool-call-parser") == "hermes"
     assert "--tool-call-parser" not in prefill
 

@@ -10,7 +10,7 @@ from bidikv_sdk.testing import FakeServer
 
 
 class Awaitable:
-    """A synchronous object whose calls can be awaited, entered with `async with` and iterated with `async for`."""
+    """A synchronous object that can be awaited, entered with `async with` and iterated with `async for`."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -55,11 +55,17 @@ def server() -> FakeServer:
 
 
 @pytest.fixture(params=["sync", "async"])
-def make_client(request: Any) -> Callable[..., Any]:
+def flavour(request: Any) -> str:
+    """Which client a scenario runs with."""
+    return request.param
+
+
+@pytest.fixture
+def make_client(flavour: str) -> Callable[..., Any]:
     """Make a client of a server: both flavours are used in the asynchronous way."""
 
     def make(server: FakeServer, **options: Any) -> Any:
-        if request.param == "sync":
+        if flavour == "sync":
             return Awaitable(server.client(**options))
         return server.async_client(**options)
 
@@ -78,7 +84,7 @@ def eventually() -> Callable[[Callable[[], bool]], Any]:
 
     async def wait(condition: Callable[[], bool]) -> None:
         async def poll() -> None:
-            while not condition():
+            while not condition():  # noqa: ASYNC110 - a thread cannot set an asyncio.Event
                 await asyncio.sleep(0.001)
 
         await asyncio.wait_for(poll(), 10)

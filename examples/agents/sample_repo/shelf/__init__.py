@@ -1,0 +1,1 @@
+"""Stock, prices and orders of a small shop."""
