@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from bidikv_sdk.prefix import common_prefix_length, num_blocks
 
-from .deadlines import Dated, Deadlines
+from .deadlines import Deadlines
 from .ledger import BlockLedger
 from .records import Key, Lease, Slot, Ticket, Turn
 
@@ -33,7 +33,7 @@ class Holdings:
         self.turns: dict[str, Turn] = {}
         self.tickets: dict[str, Ticket] = {}
         self.counters: Counter[str] = Counter()
-        self._deadlines: Deadlines[Dated] = Deadlines()
+        self._deadlines: Deadlines[Lease | Ticket | Turn] = Deadlines()
         self._block_size = block_size
         self._max_leased = int(pins.num_total_blocks() * settings.budget_fraction)
         self._max_tenant_leased = int(self._max_leased * settings.tenant_share)
@@ -75,9 +75,7 @@ class Holdings:
 
     # ---------------------------------------------------------------- leases
 
-    def grant(
-        self, turn: Turn, num_tokens: int, ttl_s: float, token_ids: "array[int] | None", *, now_s: float
-    ) -> None:
+    def grant(self, turn: Turn, num_tokens: int, ttl_s: float, token_ids: "array[int] | None", *, now_s: float) -> None:
         """Make the first `num_tokens` (> 0) of a turn's pin the session's lease, within the budgets.
 
         The old lease is superseded: its references are given back when the new ones exist.
@@ -198,18 +196,16 @@ class Holdings:
             num_ended += self._expire(item)
         return num_ended
 
-    def _expire(self, item: Dated) -> bool:
+    def _expire(self, item: Lease | Ticket | Turn) -> bool:
         if isinstance(item, Ticket):
             self.end_ticket(item, "expired")
         elif isinstance(item, Turn):
             self.close_turn(item)
             self.counters["turns_timed_out"] += 1
-        elif isinstance(item, Lease):
-            turn = self.slots[item.key].turn
-            if turn is None:
-                self.end_lease(item.key, "expired", "lease_expired")
-            elif item.is_provisional:
-                self.drop_pin(turn, "lease_expired")
-            else:
-                return False  # closing its turn schedules it again
+        elif (turn := self.slots[item.key].turn) is None:
+            self.end_lease(item.key, "expired", "lease_expired")
+        elif item.is_provisional:
+            self.drop_pin(turn, "lease_expired")
+        else:
+            return False  # closing its turn schedules it again
         return True

@@ -69,9 +69,7 @@ class Home:
             max_request_blocks=max_request_blocks,
             new_ticket_id=lambda: TICKET_ID_PREFIX + new_nonce(),
         )
-        self._sessions = SessionTable(
-            settings, on_drop=lambda key, now_s: self._leases.forget(key, now_s=now_s)
-        )
+        self._sessions = SessionTable(settings, on_drop=lambda key, now_s: self._leases.forget(key, now_s=now_s))
         # Closed on purpose: what comes in names an operation, never an attribute.
         self._ops: dict[str, Callable[..., dict[str, Any]]] = {
             "open": self.open,
@@ -90,7 +88,8 @@ class Home:
     def handle(self, op: str, arg: Any, *, now_s: float) -> dict[str, Any]:
         """Run one operation; its argument's fields are those of `ops.OPS`."""
         try:
-            return self._ops[op](**read_arg(op, arg), now_s=now_s)
+            fields = read_arg(op, arg)
+            return self._ops[op](**fields, now_s=now_s)
         except HomeError as error:
             return {"error": error.to_json()}
 
@@ -104,9 +103,7 @@ class Home:
         self._sessions.open(key, chunk, turn=turn, replace=replace, now_s=now_s)
         return {"info": self._info(key, now_s=now_s)}
 
-    def load(
-        self, *, tenant: str, session_id: str, turn: int, idempotency_key: str, now_s: float
-    ) -> dict[str, Any]:
+    def load(self, *, tenant: str, session_id: str, turn: int, idempotency_key: str, now_s: float) -> dict[str, Any]:
         """Return what the conductor of turn number `turn` renders from; refuse a turn that could not begin.
 
         A first turn opens an unknown session. The result has `transcript` (the chunks), `token_ids` (packed
@@ -154,9 +151,7 @@ class Home:
         if reply is not None:
             return {"info": self._info(key, now_s=now_s), "reply": reply}
         try:
-            begun = self._leases.begin(
-                key, prompt_ids, fingerprint, now_s=now_s, want_ticket=want_ticket, nonce=nonce
-            )
+            begun = self._leases.begin(key, prompt_ids, fingerprint, now_s=now_s, want_ticket=want_ticket, nonce=nonce)
             ticket = self._signed(begun.ticket, prompt_ids, fingerprint, nonce)
         except BaseException:
             self._leases.abandon(nonce, return_ticket=True, now_s=now_s)

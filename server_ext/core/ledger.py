@@ -76,9 +76,7 @@ class BlockLedger:
             if not by_tenant:
                 del self._leased_by_tenant[tenant]
 
-    def num_affordable(
-        self, tenant: str, block_ids: "array[int]", *, max_leased: int, max_tenant_leased: int
-    ) -> int:
+    def num_affordable(self, tenant: str, block_ids: "array[int]", *, max_leased: int, max_tenant_leased: int) -> int:
         """Return how many of the first `block_ids` could be charged; a leased one costs nothing more."""
         leased, by_tenant = self._leased, self._leased_by_tenant.get(tenant, Counter())
         room, tenant_room = max_leased - len(leased), max_tenant_leased - len(by_tenant)

@@ -187,9 +187,7 @@ class SessionTable:
             raise TurnConflict(msg, expected_turn=session.turn + 1)
         return None
 
-    def start_turn(
-        self, key: "Key", turn: int, idempotency_key: str, nonce: str, *, now_s: float
-    ) -> bytes | None:
+    def start_turn(self, key: "Key", turn: int, idempotency_key: str, nonce: str, *, now_s: float) -> bytes | None:
         """Start a turn and return None, or start nothing and return the stored reply of a repetition.
 
         Raises:
@@ -298,9 +296,7 @@ class SessionTable:
         self._idle[session.key] = session
         self._num_idle_bytes += session.num_bytes
 
-    def _make_room(
-        self, num_bytes: int, num_sessions: int, *, keep: Session | None, key: "Key", now_s: float
-    ) -> None:
+    def _make_room(self, num_bytes: int, num_sessions: int, *, keep: Session | None, key: "Key", now_s: float) -> None:
         """Drop what was idle longest until so much more fits beside `keep`; all or nothing."""
         max_bytes, max_sessions = self._settings.max_session_bytes, self._settings.max_sessions
         num_kept_bytes = self._num_bytes - self._num_idle_bytes + (keep.num_bytes if keep is not None else 0)

@@ -52,9 +52,7 @@ class HomeSettings:
         for shorter, longer in (("default_ttl_s", "max_ttl_s"), ("max_ttl_s", "session_retention_s")):
             short_s, long_s = getattr(self, shorter), getattr(self, longer)
             if short_s > long_s:
-                msg = (
-                    f"bidikv setting {shorter!r} is {short_s!r}: give at most {longer!r}, which is {long_s!r}"
-                )
+                msg = f"bidikv setting {shorter!r} is {short_s!r}: give at most {longer!r}, which is {long_s!r}"
                 raise ValueError(msg)
 
     @classmethod
@@ -67,9 +65,7 @@ class HomeSettings:
         known = [f.name for f in fields(cls)]
         for name, value in config.items():
             if name not in known:
-                msg = (
-                    f"bidikv setting {name!r} (value {value!r:.80}) is unknown: use one of {', '.join(known)}"
-                )
+                msg = f"bidikv setting {name!r} (value {value!r:.80}) is unknown: use one of {', '.join(known)}"
                 raise ValueError(msg)
         return cls(**config)
 

@@ -10,6 +10,7 @@ from server_ext.engine.settings import EngineSettings
 from server_ext.http import prefill_route, routes
 from server_ext.http.conductor import Conductor
 from server_ext.http.prefill_route import PrefillService
+from server_ext.http.transfer_params import RefuseTransferParams
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -24,7 +25,7 @@ class BidiKVPlugin:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes.
+        """Add the routes, and refuse transfer parameters on all others.
 
         Raises:
             RuntimeError: this vLLM is not supported.
@@ -32,6 +33,7 @@ class BidiKVPlugin:
         require_supported_version()
         app.include_router(routes.router)
         app.include_router(prefill_route.router)
+        app.add_middleware(RefuseTransferParams)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Build the conductor (D) or the prefill service (P).

@@ -117,8 +117,8 @@ def test_the_connector_travels_as_json():
     assert sent["kv_connector_module_path"] == "server_ext.engine.connector"
 
 
-def test_only_prefill_takes_token_ids_over_http():
-    """P serves the raw generate route that D calls; D does not, and it alone parses tool calls."""
+def test_only_decode_parses_tool_calls():
+    """Clients talk to D alone, so D alone needs the tool parser."""
     prefill, decode = (engine_command(CPU, role, {}).argv for role in ROLES)
     assert option(CPU, "decode", "--tool-call-parser") == "hermes"
     assert "--tool-call-parser" not in prefill

@@ -1,0 +1,60 @@
+"""Refuses `kv_transfer_params` on every public route: which blocks are read from where is not for clients to say.
+
+The engines ignore what no holder of the secret has signed (`engine.decode`, `engine.prefill`); this middleware makes
+it a clear error instead of a silent one.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from server_ext.http.errors import Refused
+from server_ext.http.prefill_route import PREFILL_PATH
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_NAME = "kv_transfer_params"
+
+
+class RefuseTransferParams:
+    """ASGI middleware: a body with `kv_transfer_params` is a 400, all else passes unchanged."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Look at the body of a POST before the route does."""
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] == PREFILL_PATH:
+            await self._app(scope, receive, send)
+            return
+        messages: list[Message] = []
+        while not messages or (messages[-1]["type"] == "http.request" and messages[-1].get("more_body")):
+            messages.append(await receive())
+        if names_transfer_params(b"".join(message.get("body", b"") for message in messages)):
+            msg = f"{_NAME} is not accepted from clients; leave it out"
+            refused = Refused(msg, code="unsupported_parameter", param=_NAME)
+            await refused.to_response({})(scope, receive, send)
+            return
+        unread = iter(messages)
+
+        async def replay() -> Message:
+            message = next(unread, None)
+            return message if message is not None else await receive()
+
+        await self._app(scope, replay, send)
+
+
+def names_transfer_params(body: bytes) -> bool:
+    """Tell whether a JSON body sets `kv_transfer_params`, also through vLLM's extra arguments."""
+    if _NAME.encode() not in body:  # nearly always: no need to parse
+        return False
+    try:
+        fields = json.loads(body)
+    except ValueError:
+        return False  # no JSON: the route will say so
+    if not isinstance(fields, dict):
+        return False
+    extra = fields.get("vllm_xargs")
+    return fields.get(_NAME) is not None or (isinstance(extra, dict) and _NAME in extra)

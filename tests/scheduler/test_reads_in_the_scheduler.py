@@ -1,0 +1,148 @@
+"""P's connector in vLLM's schedulers: one verified read at most, and every failure ends in a computed prompt."""
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from server_ext.core.tickets import build_ticket, sign
+
+from .harness import BLOCK_SIZE, SECRET, ids
+
+PROMPT = ids(3 * BLOCK_SIZE)
+HELD = 2 * BLOCK_SIZE + 5
+
+
+def _ticket(p, *, num_tokens=HELD, prompt_ids=PROMPT, secret=SECRET, ttl_s=60.0, ticket_id="bidikv-ticket-1", **other):
+    connector = p.scheduler.connector.connector_scheduler
+    address = {
+        "remote_engine_id": "d",
+        "remote_host": "127.0.0.1",
+        "remote_port": 9,
+        "remote_blocks_expiry_time": 1e9,
+        "tp_size": 1,
+        "bidikv_ttl_s": ttl_s,
+    }
+    fields = {
+        "block_ids": list(range(-(-num_tokens // BLOCK_SIZE))),
+        "fingerprint": f"{connector._fingerprint}/{connector.weight_version}/",  # noqa: SLF001 - D's own would be equal
+        **other,
+    }
+    return build_ticket(
+        address,
+        ticket_id=ticket_id,
+        num_tokens=num_tokens,
+        prompt_ids=prompt_ids,
+        nonce="n",
+        secret=secret,
+        **fields,
+    )
+
+
+def _report(p, request):
+    """Finish a prefill request and return its report."""
+    while not request.is_finished():
+        p.answer(p.step())
+    return request.kv_transfer_params, p.finished[request.request_id]["bidikv"]
+
+
+@pytest.fixture
+def p(make_harness):
+    """A scheduler of P that keeps what its connector says of finished requests."""
+    harness = make_harness("prefill", num_blocks=20)
+    harness.finished = {}
+    finish = harness.scheduler.connector.request_finished_all_groups
+
+    def keep(request, block_ids):
+        delay_free, params = finish(request, block_ids)
+        harness.finished[request.request_id] = params
+        return delay_free, params
+
+    harness.scheduler.connector.request_finished_all_groups = keep
+    return harness
+
+
+def test_a_good_ticket_is_read_once_and_reported(p):
+    """The leased prefix is loaded, the rest computed, and the counts add up."""
+    request = p.add("r", PROMPT, max_tokens=1, transfer=_ticket(p))
+    step = p.step()
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    p.answer(step, finished_recving={"r"})
+    _, report = _report(p, request)
+    assert (report["local_tokens"], report["fetched_tokens"], report["reason"]) == (0, HELD, None)
+    assert report["fetch_s"] >= 0
+
+
+def test_a_failed_read_is_computed_and_never_asked_for_again(p):
+    """Stock vLLM would wait for the same read for ever."""
+    request = p.add("r", PROMPT, max_tokens=1, transfer=_ticket(p))
+    step = p.step()
+    (blocks,) = p.scheduler.kv_cache_manager.get_block_ids("r")
+    p.answer(step, finished_recving={"r"}, invalid_block_ids=set(blocks[:3]))
+    _, report = _report(p, request)
+    assert (report["fetched_tokens"], report["reason"]) == (0, "read_failed")
+    assert request.num_computed_tokens >= len(PROMPT)
+
+
+def test_a_preempted_reader_computes(p):
+    """A request that lost its fetched blocks to a preemption does not read them a second time."""
+    request = p.add("r", PROMPT, max_tokens=4, transfer=_ticket(p))
+    p.answer(p.step(), finished_recving={"r"})
+    p.answer(p.step())
+    assert request.num_output_tokens == 1
+    p.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert request.status == RequestStatus.PREEMPTED
+    _, report = _report(p, request)
+    assert (report["fetched_tokens"], report["reason"]) == (0, "read_failed")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"prompt_ids": ids(3 * BLOCK_SIZE, 7777)}, "read_failed"),
+        ({"num_tokens": 3 * BLOCK_SIZE + 1, "prompt_ids": ids(4 * BLOCK_SIZE)}, "read_failed"),
+        ({"block_ids": [0, 1]}, "read_failed"),
+        ({"block_ids": [0, 0, 1]}, "read_failed"),
+        ({"fingerprint": "another model"}, "model_changed"),
+        ({"ttl_s": 4.0}, "ticket_late"),
+    ],
+    ids=["other prompt", "too long", "too few blocks", "a block twice", "other model", "late"],
+)
+def test_a_ticket_that_does_not_fit_is_refused_and_the_prompt_computed(p, change, reason):
+    """Only exactly the blocks of a prefix of this prompt are ever read."""
+    request = p.add("r", PROMPT, max_tokens=1, transfer=_ticket(p, **change))
+    p.answer(p.step())
+    _, report = _report(p, request)
+    assert (report["fetched_tokens"], report["reason"]) == (0, reason)
+
+
+def test_a_ticket_is_good_for_one_read(p):
+    """A replayed ticket is refused."""
+    first = p.add("first", PROMPT, max_tokens=1, transfer=_ticket(p))
+    p.answer(p.step(), finished_recving={"first"})
+    _report(p, first)
+    # A longer prompt, so that P's own prefix does not cover the ticket.
+    second = p.add("second", PROMPT, max_tokens=1, transfer=_ticket(p), cache_salt="cold")
+    p.answer(p.step())
+    assert _report(p, second)[1]["reason"] == "read_failed"
+
+
+@pytest.mark.parametrize("secret", [b"another secret, which P does not know", None], ids=["forged", "unsigned"])
+def test_a_ticket_that_this_deployment_did_not_sign_is_nothing(p, secret):
+    """Such parameters do not even make P keep blocks for a decode node."""
+    transfer = _ticket(p, secret=secret or SECRET)
+    if secret is None:
+        del transfer["bidikv_mac"]
+    request = p.add("r", PROMPT, max_tokens=1, transfer=transfer)
+    while not request.is_finished():
+        p.answer(p.step())
+    assert p.finished["r"] is None
+    assert p.num_free == 20
+
+
+def test_a_prefix_that_p_holds_itself_is_not_fetched(p):
+    """Where P's own cache covers the ticket there is nothing to read, and nothing went wrong."""
+    plain = sign({"do_remote_decode": True, "do_remote_prefill": False}, SECRET)
+    _report(p, p.add("warm", PROMPT, max_tokens=1, transfer=plain))
+    request = p.add("r", PROMPT + ids(8, 9000), max_tokens=1, transfer=_ticket(p))
+    p.answer(p.step())
+    _, report = _report(p, request)
+    assert (report["local_tokens"], report["fetched_tokens"], report["reason"]) == (3 * BLOCK_SIZE, 0, None)

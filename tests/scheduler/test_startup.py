@@ -1,0 +1,109 @@
+"""What the connector refuses at start-up, and how clearly."""
+
+import pytest
+
+from server_ext.engine import compat, control
+from server_ext.engine.settings import EngineSettings
+
+from .harness import SECRET, engine_config
+
+
+@pytest.fixture
+def config(model, tmp_path, monkeypatch):
+    """D's configuration, to be broken by a test."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    return engine_config(model, tmp_path / "secret", "decode")
+
+
+class _Groups:
+    """A KV cache configuration, as far as the refusals look."""
+
+    def __init__(self, *specs):
+        self.kv_cache_groups = [type("Group", (), {"kv_cache_spec": spec}) for spec in specs]
+
+
+@pytest.mark.parametrize(
+    ("break_it", "reads", "named"),
+    [
+        (lambda c: setattr(c.kv_transfer_config, "kv_role", "kv_producer"), True, "kv_role='kv_producer'"),
+        (lambda c: setattr(c.kv_transfer_config, "kv_load_failure_policy", "fail"), False, "kv_load_failure_policy"),
+        (lambda c: setattr(c.parallel_config, "tensor_parallel_size", 2), False, "tensor_parallel_size=2"),
+        (lambda c: setattr(c.parallel_config, "data_parallel_size", 2), False, "data_parallel_size=2"),
+        (lambda c: setattr(c.cache_config, "enable_prefix_caching", False), False, "prefix caching is off"),
+        (lambda c: setattr(c, "speculative_config", object()), False, "speculative"),
+    ],
+)
+def test_a_configuration_that_cannot_be_served_is_refused_by_name(make_harness, config, break_it, reads, named):
+    """The error names the setting, its value and the fix."""
+    groups = make_harness("decode", num_blocks=4).scheduler.kv_cache_config
+    compat.refuse_unsupported(config, groups, reads=reads and False)
+    break_it(config)
+    with pytest.raises(ValueError, match=named):
+        compat.refuse_unsupported(config, groups, reads=reads)
+
+
+def test_models_with_several_kinds_of_attention_are_refused(config):
+    """Hybrid models would need a lease of each kind of block."""
+    with pytest.raises(ValueError, match="KV cache groups"):
+        compat.refuse_unsupported(config, _Groups(object(), object()), reads=False)
+
+
+def test_host_buffers_on_a_gpu_are_refused(config, monkeypatch):
+    """Leased blocks never reach vLLM's host staging buffers: a reader would get garbage."""
+    monkeypatch.setattr(type(compat.current_platform), "device_type", "cuda")
+    with pytest.raises(ValueError, match="kv_buffer_device='cpu'"):
+        compat.refuse_unsupported(config, _Groups(), reads=False)
+
+
+def test_another_vllm_is_refused(monkeypatch):
+    """The error says which version there is, which are supported, and how to start without bidikv."""
+    monkeypatch.setattr(compat.vllm, "__version__", "0.33.0")
+    with pytest.raises(RuntimeError, match=r"0\.32.*0\.33\.0 is installed.*VLLM_PLUGINS"):
+        compat.require_supported_version()
+
+
+def test_a_changed_cache_manager_is_refused():
+    """The guard knows the allocation that it wraps, or does not wrap it."""
+
+    class Manager:
+        block_pool = None
+
+        def allocate_slots(self, request):
+            """Take fewer arguments than vLLM 0.32."""
+
+        def reset_prefix_cache(self):
+            """Do nothing."""
+
+    with pytest.raises(RuntimeError, match="allocate_slots has unknown parameters"):
+        compat.guard_allocations(Manager(), lambda _: False, lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"role": "both"}, "role is 'both'"),
+        ({"role": "decode"}, "secret_file is None"),
+        ({"role": "decode", "secret_file": "/nonexistent/secret"}, "cannot be read"),
+        ({"role": "decode", "secret_file": "SHORT"}, "has 5 bytes"),
+        ({"role": "decode", "secret_file": "GOOD", "prefill_urls": ["10.0.0.1"]}, "prefill_urls"),
+        ({"role": "decode", "secret_file": "GOOD", "prefill_timeout_s": 0}, "prefill_timeout_s is 0"),
+        ({"role": "decode", "secret_file": "GOOD", "fresh_prefill_salt": 1}, "fresh_prefill_salt is 1"),
+        ({"role": "decode", "secret_file": "GOOD", "budget": 1}, "budget"),
+    ],
+)
+def test_a_bad_setting_is_refused_by_name(tmp_path, settings, named):
+    """The error names the setting, its value and the fix."""
+    files = {"GOOD": SECRET, "SHORT": b"short"}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    if settings.get("secret_file") in files:
+        settings = {**settings, "secret_file": str(tmp_path / settings["secret_file"])}
+    with pytest.raises(ValueError, match=named):
+        EngineSettings.from_mapping(settings)
+
+
+def test_an_engine_without_our_connector_says_so():
+    """A control call to a stock engine is an error with the fix, not an attribute error."""
+    reply = control.dispatch(None, "get", {})
+    assert reply["error"]["code"] == "engine_unavailable"
+    assert "BidiKVConnector" in reply["error"]["message"]
