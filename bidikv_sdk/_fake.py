@@ -107,9 +107,7 @@ class FakeStore:
         session = self.sessions.get(session_id)
         if session is None:
             raise Refused(
-                ErrorInfo(
-                    "session_not_found", f"no session {session_id!r}: open it again with the full history"
-                )
+                ErrorInfo("session_not_found", f"no session {session_id!r}: open it again with the full history")
             )
         if session.lease_state == "active" and self._clock.now_s() >= session.deadline_s:
             self.drop_lease(session, "expired", "lease_expired")
@@ -137,9 +135,7 @@ class FakeStore:
     def extend(self, session: FakeSession, ttl_s: float | None) -> None:
         """Keep the lease for at least `ttl_s` more seconds."""
         if session.lease_state != "active":
-            raise Refused(
-                ErrorInfo("lease_lost", f"the lease is {session.lease_state}", reason=session.lease_reason)
-            )
+            raise Refused(ErrorInfo("lease_lost", f"the lease is {session.lease_state}", reason=session.lease_reason))
         session.deadline_s = max(session.deadline_s, self._deadline_s(ttl_s))
 
     def drop_lease(self, session: FakeSession, state: LeaseState, reason: Reason) -> None:
@@ -158,9 +154,7 @@ class FakeStore:
         """Start a turn, which takes the next script, or return the stored completion of a repeated one."""
         number, delta, asked = body.get("turn"), body.get("messages"), body.get("bidikv", {})
         if not isinstance(number, int) or not delta:
-            raise Refused(
-                ErrorInfo("invalid_request", "a turn needs its number and messages", param="messages")
-            )
+            raise Refused(ErrorInfo("invalid_request", "a turn needs its number and messages", param="messages"))
         for name in _REFUSED_PARAMETERS:
             if name in body:
                 raise Refused(ErrorInfo("unsupported_parameter", f"{name} is not supported", param=name))
@@ -172,9 +166,7 @@ class FakeStore:
         if session.last_completion is not None and (number, key) == (session.turn, session.last_key):
             return session.last_completion
         if number != session.turn + 1:
-            raise Refused(
-                ErrorInfo("turn_conflict", f"turn {number} does not fit", expected_turn=session.turn + 1)
-            )
+            raise Refused(ErrorInfo("turn_conflict", f"turn {number} does not fit", expected_turn=session.turn + 1))
         session.tools = body.get("tools", session.tools)
         script = take_script()
         prompt_tokens = _count([*session.messages, *delta])
@@ -251,9 +243,7 @@ def chunks_of(completion: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     choice = completion["choices"][0]
     message = choice["message"]
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    deltas += [
-        {"content": word} for word in (message["content"] or "").replace(" ", "\0 ").split("\0") if word
-    ]
+    deltas += [{"content": word} for word in (message["content"] or "").replace(" ", "\0 ").split("\0") if word]
     for index, call in enumerate(message.get("tool_calls", ())):
         arguments = call["function"]["arguments"]
         half = len(arguments) // 2

@@ -67,18 +67,18 @@ class Keeper:
 
     def __init__(self, ttl_s: float | None, now_s: float) -> None:
         self._ttl_s = ttl_s or _ASSUMED_TTL_S
-        self._renewed_s = now_s
+        self._deadline_s = now_s + self._ttl_s
         self._due_s = now_s
         self._lost: Lost | None = None
 
     def decide(self, now_s: float) -> Decision:
         """Return what to do now."""
-        if self._lost is None and now_s - self._renewed_s >= self._ttl_s:
+        if self._lost is None and now_s >= self._deadline_s:
             self._lost = Lost(f"no renewal succeeded within {self._ttl_s:.1f} s")
         if self._lost is not None:
             return self._lost
         if now_s < self._due_s:
-            return Wait(min(self._due_s, self._renewed_s + self._ttl_s) - now_s)
+            return Wait(min(self._due_s, self._deadline_s) - now_s)
         return Renew(min(self._interval_s, _MAX_RENEWAL_S))
 
     def renewed(self, started_s: float, lease: LeaseInfo) -> None:
@@ -88,7 +88,7 @@ class Keeper:
             return
         # What was granted counts, not what was asked; from the sending on, to be on the safe side.
         self._ttl_s = lease.remaining_s
-        self._renewed_s = started_s
+        self._deadline_s = started_s + self._ttl_s
         self._due_s = started_s + self._interval_s
 
     def failed(self, now_s: float, error: Exception) -> None:
@@ -141,9 +141,7 @@ class _Hold:
 class LeaseHold(_Hold):
     """A context manager that keeps the session's lease alive in the background until its block ends."""
 
-    def __init__(
-        self, session_id: str, ttl_s: float | None, clock: Clock, renew: Callable[[float], LeaseInfo]
-    ) -> None:
+    def __init__(self, session_id: str, ttl_s: float | None, clock: Clock, renew: Callable[[float], LeaseInfo]) -> None:
         super().__init__(session_id, ttl_s, clock)
         self._renew = renew
 

@@ -7,6 +7,7 @@ May import `_errors`, `wire` and `_types`.
 from __future__ import annotations
 
 import json
+import secrets
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
@@ -65,13 +66,27 @@ def session_call(
 ) -> Call:
     """Build a control call; the id goes into header and body, because routers hash the two apart."""
     path = f"sessions/{quote(session_id, safe='')}" + (f"/{verb}" if verb else "")
-    body = {"session_id": session_id, "bidikv": bidikv_object(ttl_s=ttl_s)} if method == "POST" else None
-    return Call(method, path, body, {"X-Session-ID": session_id}, **options)
+    body: dict[str, Any] = {"session_id": session_id, "bidikv": bidikv_object()}
+    if ttl_s is not None:
+        body["ttl_s"] = ttl_s
+    return Call(method, path, body if method == "POST" else None, {"X-Session-ID": session_id}, **options)
 
 
-def open_call(
-    session_id: str, messages: Sequence[Message], tools: object, turn: int, *, replace: bool
-) -> Call:
+def turn_call(body: Mapping[str, Any], *, stream: bool, timeout_s: float | None) -> Call:
+    """Build the call of a turn; its key is the same in every try of this turn, and in no other one."""
+    session_id = body["session_id"]
+    key = f"{session_id}:{body['turn']}:{secrets.token_urlsafe(8)}"
+    return Call(
+        "POST",
+        f"sessions/{quote(session_id, safe='')}/turns",
+        {**body, "stream": stream},
+        {"X-Session-ID": session_id, "Idempotency-Key": key},
+        stream=stream,
+        timeout_s=timeout_s,
+    )
+
+
+def open_call(session_id: str, messages: Sequence[Message], tools: object, turn: int, *, replace: bool) -> Call:
     """Build the call that opens a session from the history of its `turn` completed turns."""
     body = {
         "session_id": session_id,
@@ -99,7 +114,7 @@ def check_session_id(session_id: str) -> str:
     travels = session_id.isascii() and session_id.isprintable() and session_id == session_id.strip()
     # A quoted slash is a slash again before the server looks for the route.
     if not travels or "/" in session_id or session_id in {"", ".", ".."} or len(session_id) > _MAX_ID_LENGTH:
-        msg = f"session id {session_id!r:.80} must be 1 to {_MAX_ID_LENGTH} printable ASCII characters, no slash"
+        msg = f"session id {session_id!r:.80} must be 1 to {_MAX_ID_LENGTH} printable ASCII characters but /"
         raise ValueError(msg)
     return session_id
 
@@ -111,9 +126,7 @@ def check_parameters(parameters: Mapping[str, Any]) -> None:
         TypeError: one of them is given.
     """
     for name in sorted(_RESERVED_PARAMETERS & parameters.keys()):
-        msg = f"the SDK sets {name!r} itself" + (
-            "; use session.stream() to stream" if name == "stream" else ""
-        )
+        msg = f"the SDK sets {name!r} itself" + ("; use session.stream() to stream" if name == "stream" else "")
         raise TypeError(msg)
 
 

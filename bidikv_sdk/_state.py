@@ -1,7 +1,7 @@
 """What the SDK knows of one session, and what follows from it: no I/O, no clock, the same for sync and async.
 
 A turn runs `begin` → `exchange` (yields calls, takes replies) → `commit` → `finish` (end of its block); the
-other verbs build one call, whose reply goes to `observe`. May import `_requests`, `_turn`, `_errors`, `wire`.
+other verbs build one call, whose reply goes to `observe`. May import `_requests`, `_retry`, `_turn` and below.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from bidikv_sdk._errors import APIStatusError, SessionBusy, SessionEnded, SessionNotFound, TurnConflict
 from bidikv_sdk._requests import (
-    Call,
-    Reply,
     bidikv_object,
     check_parameters,
     check_session_id,
@@ -24,8 +22,10 @@ from bidikv_sdk._requests import (
     open_call,
     read_session,
     session_call,
+    turn_call,
     turn_parts,
 )
+from bidikv_sdk._retry import is_retryable
 from bidikv_sdk._turn import Turn
 from bidikv_sdk.wire import ROUTES
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from bidikv_sdk._requests import Call, Reply
     from bidikv_sdk._types import ChatCompletion, Delta, Message, Tool
     from bidikv_sdk.wire import LeaseInfo, Route, SessionInfo
 
@@ -108,8 +109,7 @@ class SessionState:
         """Start a turn; its `finish` must follow.
 
         Raises:
-            TypeError: the delta or a parameter cannot be sent.
-            ValueError: the delta is empty, or the route unknown.
+            TypeError, ValueError: the delta, a parameter or the route cannot be sent.
             SessionEnded: `end` was called before.
             SessionBusy: another turn is running.
         """
@@ -123,24 +123,19 @@ class SessionState:
         merged = {**self._parameters, **parameters}
         tools = merged.pop("tools", None)
         tools = self.tools if tools is None else list(tools)
-        number = self.turn + 1
         body = {
             **{name: value for name, value in merged.items() if value is not None},
             "session_id": self.id,
-            "turn": number,
+            "turn": self.turn + 1,
             "messages": messages,
-            "stream": stream,
             "bidikv": bidikv_object(route=route, ttl_s=self._ttl_s if ttl_s is None else ttl_s),
         }
         if tools != self.tools or not self.tools_sent:
             body["tools"] = tools
-        headers = {"Idempotency-Key": f"{self.id}:{number}:{secrets.token_urlsafe(8)}"}
-        call = session_call("POST", self.id, "turns", timeout_s=timeout_s)
         if not self.running.acquire(blocking=False):
             msg = f"a turn of session {self.id} is running; send the next one when it is complete"
             raise SessionBusy(msg)
-        call = Call("POST", call.path, body, {**call.headers, **headers}, stream=stream, timeout_s=timeout_s)
-        return ActiveTurn(self, messages, tools, call)
+        return ActiveTurn(self, messages, tools, turn_call(body, stream=stream, timeout_s=timeout_s))
 
     def control(self, verb: str, **options: Any) -> Call:
         """Build the call of `extend` or `release`; the options are those of `session_call`."""
@@ -241,8 +236,8 @@ class ActiveTurn:
 
     def finish(self, error: BaseException | None = None) -> None:
         """Let the next turn begin."""
-        if isinstance(error, APIStatusError) and error.status < _SERVER_FAULT:
-            # The server refused this turn, so it did not run; what was in doubt before still is.
+        if _is_refusal(error):
+            # This turn did not run, in no try of it; what was in doubt before still is.
             self._state.in_doubt = self._was_in_doubt
         self._state.running.release()
 
@@ -252,3 +247,10 @@ class ActiveTurn:
             return False
         number = self._state.turn + 1
         return expected_turn < number or (self._was_in_doubt and expected_turn == number + 1)
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Say whether a turn surely did not run: it could not be sent, or every try of it would be refused."""
+    if isinstance(error, APIStatusError):
+        return error.status < _SERVER_FAULT and not is_retryable(error)
+    return isinstance(error, TypeError | ValueError)

@@ -1,22 +1,24 @@
 """Streaming turns: bytes to events, events to chunks, chunks to one completion.
 
-`EventDecoder`, `ChunkSum` and `StreamCore` are pure; `TurnStream` and `AsyncTurnStream` are thin loops that
+`EventDecoder` and `StreamCore` are pure; `TurnStream` and `AsyncTurnStream` are thin loops that
 feed them: enter (the request is sent), feed until the turn is complete or broken, exit (where the turn is not
-complete the connection is dropped, and the server aborts it). May import `_errors` and `_requests`.
+complete the connection is dropped, and the server aborts it). May import `_errors`,
+`_requests` and `chunks`.
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bidikv_sdk._errors import BidiKVError, StreamClosed, StreamInterrupted
 from bidikv_sdk._requests import error_of
+from bidikv_sdk.chunks import ChunkSum
 from bidikv_sdk.wire import ERROR_STATUS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
     from typing_extensions import Self
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from bidikv_sdk._state import ActiveTurn
     from bidikv_sdk._transport import OpenReply
     from bidikv_sdk._turn import Turn
-    from bidikv_sdk._types import ChatCompletion, ChatCompletionChunk, Message
+    from bidikv_sdk._types import ChatCompletion, ChatCompletionChunk
 
 
 class EventDecoder:
@@ -52,57 +54,6 @@ class EventDecoder:
             if name == b"data":
                 self._data.append(value.removeprefix(b" "))
         return events
-
-
-class ChunkSum:
-    """Adds chunks up to the completion that a call without streaming would have returned."""
-
-    def __init__(self) -> None:
-        self._message: Message = {"role": "assistant", "content": None}
-        self._tool_calls: dict[int, dict[str, Any]] = {}
-        self._choice: dict[str, Any] = {"index": 0, "message": self._message, "finish_reason": None}
-        self._completion: dict[str, Any] = {"object": "chat.completion"}
-
-    @property
-    def text(self) -> str:
-        """The text so far."""
-        return self._message["content"] or ""
-
-    def add(self, chunk: ChatCompletionChunk) -> None:
-        """Add one chunk."""
-        for name in ("id", "created", "model", "system_fingerprint", "usage", "bidikv"):
-            if chunk.get(name) is not None:
-                self._completion[name] = chunk.get(name)
-        for choice in chunk.get("choices", ()):
-            for name, value in choice["delta"].items():
-                self._add_field(name, value)
-            if choice.get("finish_reason") is not None:
-                self._choice["finish_reason"] = choice["finish_reason"]
-            for name, items in (choice.get("logprobs") or {}).items():
-                self._choice.setdefault("logprobs", {}).setdefault(name, []).extend(items or ())
-
-    def completion(self) -> ChatCompletion:
-        """Return what the chunks add up to."""
-        if self._tool_calls:
-            self._message["tool_calls"] = [call for _, call in sorted(self._tool_calls.items())]
-        return {**self._completion, "choices": [self._choice]}  # type: ignore[typeddict-item]
-
-    def _add_field(self, name: str, value: Any) -> None:
-        if name == "tool_calls":
-            for part in value or ():
-                self._add_tool_call(part)
-        elif isinstance(value, str) and name != "role":
-            # `content`, and what else a server streams as text, such as `reasoning`.
-            self._message[name] = (self._message.get(name) or "") + value
-        elif value is not None:
-            self._message[name] = value
-
-    def _add_tool_call(self, part: Mapping[str, Any]) -> None:
-        call = self._tool_calls.setdefault(part["index"], {"id": None, "type": "function"})
-        call.update({name: part[name] for name in ("id", "type") if part.get(name)})
-        function = call.setdefault("function", {"name": "", "arguments": ""})
-        for name, piece in part.get("function", {}).items():
-            function[name] += piece or ""
 
 
 class StreamCore:
@@ -271,9 +222,7 @@ class AsyncTurnStream:
     not in the transcript.
     """
 
-    def __init__(
-        self, begin: Callable[[], ActiveTurn], run: Callable[[ActiveTurn], Awaitable[OpenReply]]
-    ) -> None:
+    def __init__(self, begin: Callable[[], ActiveTurn], run: Callable[[ActiveTurn], Awaitable[OpenReply]]) -> None:
         self._begin = begin
         self._run = run
         self._active: ActiveTurn | None = None

@@ -100,9 +100,7 @@ class Settings:
         if call.body is not None:
             headers["Content-Type"] = "application/json"
             # One NaN would make the whole body unreadable to the server: better a ValueError here.
-            content = json.dumps(
-                call.body, separators=(",", ":"), ensure_ascii=False, allow_nan=False
-            ).encode()
+            content = json.dumps(call.body, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
         timeout_s = self.timeout_s if call.timeout_s is None else call.timeout_s
         connect_s = _CONNECT_TIMEOUT_S if timeout_s is None else min(_CONNECT_TIMEOUT_S, timeout_s)
         return {

@@ -57,9 +57,7 @@ def _as_bytes(token_ids: TokenIds) -> memoryview:
     if not isinstance(token_ids, bytes | bytearray | memoryview | array):
         token_ids = array("i", token_ids)
     view = memoryview(token_ids)
-    if not view.c_contiguous or not (
-        view.format == "i" or (view.format == "B" and not view.nbytes % _ID_BYTES)
-    ):
+    if not view.c_contiguous or not (view.format == "i" or (view.format == "B" and not view.nbytes % _ID_BYTES)):
         msg = f"token ids must be contiguous int32, got format {view.format!r} of {view.nbytes} bytes"
         raise ValueError(msg)
     return view.cast("B")

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["FakeServer", "ManualClock", "RecordedRequest"]
 
 BASE_URL: Final = "http://fake.bidikv/v1"
+_VERBS: Final = frozenset({"open", "list", "get", "turns", "extend", "release", "end"})
 _BROKEN: Final = "scripted: the connection broke"
 # How often a waiting keeper looks at the manual clock, in real seconds.
 _POLL_S: Final = 0.001
@@ -162,9 +163,7 @@ class FakeServer:
         options.setdefault("http_client", httpx.Client(transport=self.transport()))
         return _FakeBidiKV(self.clock, base_url, api_key or self._api_key, **options)
 
-    def async_client(
-        self, base_url: str = BASE_URL, api_key: str | None = None, **options: Any
-    ) -> AsyncBidiKV:
+    def async_client(self, base_url: str = BASE_URL, api_key: str | None = None, **options: Any) -> AsyncBidiKV:
         """Return a client of this server, on its clock; the options are those of `AsyncBidiKV`."""
         options.setdefault("http_client", httpx.AsyncClient(transport=self.async_transport()))
         return _FakeAsyncBidiKV(self.clock, base_url, api_key or self._api_key, **options)
@@ -203,9 +202,7 @@ class FakeServer:
         """
         self._replies.append(ScriptedReply(text, tool_calls, finish_reason, outcome, reason))
 
-    def fail(
-        self, code: ErrorCode, message: str = "scripted", *, on: str | None = None, **fields: Any
-    ) -> None:
+    def fail(self, code: ErrorCode, message: str = "scripted", *, on: str | None = None, **fields: Any) -> None:
         """Script an error of the protocol; `on` is a verb, `fields` are those of `wire.ErrorInfo`."""
         info = ErrorInfo(code, message, **fields)
         self._faults.append(_Fault(on, lambda _: _error_response(info)))
@@ -280,6 +277,8 @@ class FakeServer:
             self._faults.remove(fault)
         if fault is not None and fault.respond is not None:
             response = fault.respond(request)
+        elif verb not in _VERBS:
+            response = httpx.Response(404, json={"detail": "Not Found"})
         else:
             response = self._answer(request, verb, session_id, body, fault)
         response.headers.setdefault("X-Request-Id", request.headers.get("X-Request-Id", uuid.uuid4().hex))
@@ -311,14 +310,10 @@ class FakeServer:
         if self._api_key is not None and request.headers.get("Authorization") != f"Bearer {self._api_key}":
             raise Refused(ErrorInfo("invalid_api_key", "no API key, or an unknown one"))
         if session_id is not None and request.headers.get("X-Session-ID") != session_id:
-            raise Refused(
-                ErrorInfo("invalid_request", "X-Session-ID must name the session", param="X-Session-ID")
-            )
+            raise Refused(ErrorInfo("invalid_request", "X-Session-ID must name the session", param="X-Session-ID"))
         if request.method == "POST":
             if body.get("session_id") != session_id:
-                raise Refused(
-                    ErrorInfo("invalid_request", "session_id must name the session", param="session_id")
-                )
+                raise Refused(ErrorInfo("invalid_request", "session_id must name the session", param="session_id"))
             if body.get("bidikv", {}).get("protocol") != PROTOCOL:
                 raise Refused(ErrorInfo("protocol_mismatch", f"this server speaks protocol {PROTOCOL}"))
 
@@ -330,23 +325,17 @@ class FakeServer:
             return {"bidikv": store.info(store.open(session_id, body)).to_json()}
         session = store.known(session_id)
         if verb == "extend":
-            store.extend(session, body["bidikv"].get("ttl_s"))
+            store.extend(session, body.get("ttl_s"))
         elif verb in {"release", "end"}:
             store.drop_lease(session, "released", "released")
             if verb == "end":
                 del store.sessions[session_id]
-        elif verb != "get":
-            raise Refused(ErrorInfo("invalid_request", f"no such route: {verb}"))
         return {"bidikv": store.info(session).to_json()}
 
-    def _turn(
-        self, session_id: str, key: str | None, body: dict[str, Any], fault: _Fault | None
-    ) -> httpx.Response:
+    def _turn(self, session_id: str, key: str | None, body: dict[str, Any], fault: _Fault | None) -> httpx.Response:
         turn = self._store.begin_turn(session_id, key, body, self._take_script)
         if not body.get("stream"):
-            return httpx.Response(
-                200, json=self._store.complete(turn) if isinstance(turn, FakeTurn) else turn
-            )
+            return httpx.Response(200, json=self._store.complete(turn) if isinstance(turn, FakeTurn) else turn)
         if isinstance(turn, FakeTurn):
             stream = _EventStream(self._events(turn, fault), lambda: self._store.abort(turn))
         else:

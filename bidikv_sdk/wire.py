@@ -255,9 +255,7 @@ class SessionInfo(_Record):
         get = _Reader("bidikv", data)
         protocol = get.count("protocol")
         if protocol != PROTOCOL:
-            msg = (
-                f"the peer speaks protocol {protocol}, this package speaks {PROTOCOL}: upgrade the older one"
-            )
+            msg = f"the peer speaks protocol {protocol}, this package speaks {PROTOCOL}: upgrade the older one"
             raise ProtocolError(msg)
         cache = get.value("cache")
         return cls(

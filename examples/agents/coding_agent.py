@@ -12,13 +12,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from bidikv_sdk import BidiKV, Session, Turn
 
 HERE = Path(__file__).parent
 REPO = HERE / "sample_repo"
 GUIDELINES = (REPO / "AGENTS.md").read_text("utf-8")
-CHAT = {"temperature": 0, "min_tokens": 32, "max_completion_tokens": 32}
+CHAT: dict[str, Any] = {"temperature": 0, "min_tokens": 32, "max_completion_tokens": 32}
 
 # A model of 135M parameters is not up to choosing tools, so a script says which tool runs in which turn. It never
 # says what the model answers. With a capable model, `turn.tool_calls` takes its place.

@@ -40,16 +40,10 @@ def up(
         Literal["cpu", "gpu"] | None, typer.Option(help="What to run on (default: what this machine has).")
     ] = None,
     gpus: Annotated[str, typer.Option(help="CUDA devices of P and D.")] = "0,1",
-    gpu_memory: Annotated[
-        float | None, typer.Option(help="Share of a GPU's memory, for each engine.")
-    ] = None,
-    kv_cache_gib: Annotated[
-        float | None, typer.Option(help="KV cache of each engine (default: 1 on CPUs).")
-    ] = None,
+    gpu_memory: Annotated[float | None, typer.Option(help="Share of a GPU's memory, for each engine.")] = None,
+    kv_cache_gib: Annotated[float | None, typer.Option(help="KV cache of each engine (default: 1 on CPUs).")] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Longest prompt plus answer, in tokens.")] = None,
-    api_key: Annotated[
-        list[str] | None, typer.Option(envvar="BIDIKV_API_KEY", help="A key to ask for.")
-    ] = None,
+    api_key: Annotated[list[str] | None, typer.Option(envvar="BIDIKV_API_KEY", help="A key to ask for.")] = None,
     setting: Annotated[list[str] | None, typer.Option("--set", help="A setting of D, as NAME=VALUE.")] = None,
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay; Ctrl-C ends the stack.")] = False,
     as_json: Json = False,

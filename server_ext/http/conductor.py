@@ -15,7 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from bidikv_sdk._stream import ChunkSum
+from bidikv_sdk.chunks import ChunkSum
 from server_ext.engine import compat
 from server_ext.http.errors import Refused, refused_by_vllm
 from server_ext.http.home_client import HomeClient

@@ -190,11 +190,7 @@ def _argv(config: StackConfig, role: Role) -> list[str]:
 
 
 def _env(config: StackConfig, role: Role, base_env: Mapping[str, str]) -> dict[str, str]:
-    env = {
-        name: value
-        for name, value in base_env.items()
-        if name not in {"VLLM_CPU_KVCACHE_SPACE", "VLLM_API_KEY"}
-    }
+    env = {name: value for name, value in base_env.items() if name not in {"VLLM_CPU_KVCACHE_SPACE", "VLLM_API_KEY"}}
     env["VLLM_PLUGINS"] = merge_plugins(base_env.get("VLLM_PLUGINS"))
     env["VLLM_NIXL_SIDE_CHANNEL_HOST"] = _HOST
     env["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(config.ports(role).side_channel)

@@ -123,9 +123,7 @@ def publish(folder: Path, build: Callable[[Path], None]) -> Path:
 
 
 def _refresh_template(folder: Path) -> None:
-    template = (
-        resources.files("server_ext.launch").joinpath("templates/smollm2_tools.jinja").read_text("utf-8")
-    )
+    template = resources.files("server_ext.launch").joinpath("templates/smollm2_tools.jinja").read_text("utf-8")
     target = folder / "chat_template.jinja"
     if not target.exists() or target.read_text("utf-8") != template:
         write_atomically(target, template)
@@ -167,9 +165,7 @@ def convert_gguf(gguf_path: Path, out: Path) -> None:
         block, _, part = stem.rpartition(".")
         if part in heads:
             array = _unpermute(array, heads[part])
-        name = (
-            f"model.layers.{block.removeprefix('blk.')}.{_LAYER_NAMES[part]}" if block else _TOP_NAMES[stem]
-        )
+        name = f"model.layers.{block.removeprefix('blk.')}.{_LAYER_NAMES[part]}" if block else _TOP_NAMES[stem]
         weights[f"{name}.weight"] = torch.tensor(array, dtype=torch.bfloat16)
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     write_config(
@@ -223,9 +219,7 @@ def _write_tokenizer(out: Path, meta: Mapping[str, Any]) -> None:
     )
     tokenizer.decoder = decoders.ByteLevel()
     kinds = zip(tokens, meta["tokenizer.ggml.token_type"], strict=True)
-    tokenizer.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t, k in kinds if k == control]
-    )
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in kinds if k == control])
     tokenizer.save(str(out / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -131,9 +131,7 @@ class Stack:
         """
         self._state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         with (self._state_dir / "lock").open("w") as lock:
-            fcntl.flock(
-                lock, fcntl.LOCK_EX
-            )  # two starts at the same time: the second one sees the first one's state
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two starts at the same time: the second one sees the first one's state
             state = read_state(self._state_dir)
             if state is not None and state.is_running():
                 msg = f"a stack already runs at {state.url} ({state.served_name}); end it with `bidikv down`"

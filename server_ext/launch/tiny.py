@@ -65,9 +65,7 @@ def _write_weights(out: Path) -> None:
         }
         prefix = f"model.layers.{layer}"
         weights |= {f"{prefix}.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
-        weights |= {
-            f"{prefix}.{n}.weight": ones.clone() for n in ("input_layernorm", "post_attention_layernorm")
-        }
+        weights |= {f"{prefix}.{n}.weight": ones.clone() for n in ("input_layernorm", "post_attention_layernorm")}
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     write_config(
         out,

@@ -27,9 +27,7 @@ def running(state_dir):
     """A stack as `up` leaves it: two processes of their own sessions, and a state that says ready."""
     children, records = [], []
     for role, port in (("prefill", 1), ("decode", 2)):
-        child = subprocess.Popen(
-            [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
-        )
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
         children.append(child)
         log = state_dir / f"{role}.log"
         log.write_text(f"{role} line 1\n{role} line 2\n")
@@ -87,9 +85,7 @@ def test_down_ends_the_stack(running, state_dir):
 def test_down_touches_no_process_with_a_recycled_id(state_dir):
     """A state that names a living stranger ends nobody."""
     me = psutil.Process(os.getpid())
-    strangers = tuple(
-        EngineRecord(role, me.pid, me.create_time() - 60, "u", "l") for role in ("prefill", "decode")
-    )
+    strangers = tuple(EngineRecord(role, me.pid, me.create_time() - 60, "u", "l") for role in ("prefill", "decode"))
     write_state(state_dir, StackState("m", "small", strangers))
     assert invoke("down").exit_code == 0
     assert read_state(state_dir) is None
@@ -161,7 +157,4 @@ def test_help_loads_no_http_client_and_no_launcher():
     """`bidikv --help` is instant because commands import when they run."""
     heavy = "{'httpx', 'psutil', 'torch', 'vllm'}"
     check = f"import sys, server_ext.cli._app; print(sorted({heavy} & set(sys.modules)))"
-    assert (
-        subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout
-        == "[]\n"
-    )
+    assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout == "[]\n"

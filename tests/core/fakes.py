@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict
 
 from server_ext.core.home import Home
 from server_ext.core.leases import LeaseTable
+from server_ext.core.ports import BlockPins
 from server_ext.core.settings import HomeSettings
 
 BLOCK_SIZE = 4
@@ -14,8 +15,8 @@ ALICE = ("tenant-a", "alice")
 BOB = ("tenant-b", "bob")
 
 
-class FakePool:
-    """`ports.BlockPins` over a dict, with requests that take and give back blocks beside the pins.
+class FakePool(BlockPins):
+    """A pool of counted references, with requests that take and give back blocks beside the pins.
 
     Blocks that become free queue for reuse: `take` hands out the longest free first.
     """

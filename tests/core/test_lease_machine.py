@@ -20,7 +20,7 @@ from server_ext.core.records import Lease, Ticket
 from .fakes import BLOCK_SIZE, FakePool, make_table, verify_references
 
 NUM_BLOCKS = 24
-MAX_REQUEST_BLOCKS = 14
+MAX_REQUEST_BLOCKS = 18
 MAX_LEASED = 12
 MAX_TENANT_LEASED = 9
 TURN_TIMEOUT_S = 40

@@ -97,9 +97,7 @@ def test_our_settings_lie_under_one_name():
         settings={"default_ttl_s": 90},
         prefill_settings={"read_bytes_per_s": 1000},
     )
-    prefill, decode = (
-        kv_transfer_config(config, role)["kv_connector_extra_config"]["bidikv"] for role in ROLES
-    )
+    prefill, decode = (kv_transfer_config(config, role)["kv_connector_extra_config"]["bidikv"] for role in ROLES)
     assert prefill == {"role": "prefill", "secret_file": "/state/secret", "read_bytes_per_s": 1000}
     assert decode == {
         "role": "decode",
@@ -119,7 +117,7 @@ def test_the_connector_travels_as_json():
 
 def test_only_decode_parses_tool_calls():
     """Clients talk to D alone, so D alone needs the tool parser."""
-    prefill, decode = (engine_command(CPU, role, {}).argv for role in ROLES)
+    prefill = engine_command(CPU, "prefill", {}).argv
     assert option(CPU, "decode", "--tool-call-parser") == "hermes"
     assert "--tool-call-parser" not in prefill
 

@@ -55,9 +55,7 @@ def test_the_template_only_appends(tools):
 
 def test_the_generation_prompt_is_how_the_answer_begins():
     """The prompt for an answer is a prefix of the history that contains it."""
-    assert render(CONVERSATION[:4], tools=TOOLS).startswith(
-        render(CONVERSATION[:3], tools=TOOLS, prompt=True)
-    )
+    assert render(CONVERSATION[:4], tools=TOOLS).startswith(render(CONVERSATION[:3], tools=TOOLS, prompt=True))
 
 
 def test_tool_calls_are_written_as_the_parser_reads_them():

@@ -110,9 +110,7 @@ def test_down_spares_a_process_that_got_a_recycled_id(bystander):
 def test_a_stale_state_does_not_block_a_start(make_stack, tmp_path, bystander):
     """A state whose processes are gone, their ids recycled, counts as no stack."""
     (tmp_path / "state").mkdir()
-    engines = tuple(
-        EngineRecord(role, bystander.pid, 1.0, "http://127.0.0.1:1", "l") for role in ("prefill", "decode")
-    )
+    engines = tuple(EngineRecord(role, bystander.pid, 1.0, "http://127.0.0.1:1", "l") for role in ("prefill", "decode"))
     write_state(tmp_path / "state", StackState("m", "old", engines, ready=True))
     make_stack().start()
     assert engines_of(tmp_path / "state")["decode"].pid != bystander.pid
@@ -197,9 +195,7 @@ with module.running_stack(config, Path({state!r}), keep={keep}) as stack:
 def run_script(tmp_path, *, keep):
     """A process that runs a stack through `running_stack`, after it has said that the stack is ready."""
     here = os.path.dirname(__file__)  # noqa: PTH120  # pasted into the script as text
-    text = SCRIPT.format(
-        tests=here, engine=f"{here}/fake_engine.py", state=str(tmp_path / "state"), keep=keep
-    )
+    text = SCRIPT.format(tests=here, engine=f"{here}/fake_engine.py", state=str(tmp_path / "state"), keep=keep)
     process = subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"ready\n"
     return process

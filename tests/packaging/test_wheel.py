@@ -86,9 +86,7 @@ def test_the_command_says_what_it_lacks(python):
     assert done.stderr.strip() == "bidikv needs typer: pip install 'bidikv-sdk[cli]'"
 
 
-@pytest.mark.parametrize(
-    "module", ["bidikv_sdk", "bidikv_sdk.wire", "server_ext.core", "server_ext.launch.stack"]
-)
+@pytest.mark.parametrize("module", ["bidikv_sdk", "bidikv_sdk.wire", "server_ext.core", "server_ext.launch.stack"])
 def test_importing_the_light_parts_loads_nothing_heavy(module):
     """Where vLLM and torch are installed, client, core and launcher still do not load them."""
     code = f"import sys, {module}; print(sorted(set({HEAVY}) & set(sys.modules)))"

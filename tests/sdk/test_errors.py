@@ -69,9 +69,7 @@ def test_the_tree_in_the_docstring_is_the_tree():
             name = match.group(2)
             parents[depth:] = [name]
             drawn[name] = parents[depth - 1] if depth else None
-    classes = {
-        n: c for n, c in inspect.getmembers(_errors, inspect.isclass) if c.__module__ == _errors.__name__
-    }
+    classes = {n: c for n, c in inspect.getmembers(_errors, inspect.isclass) if c.__module__ == _errors.__name__}
     assert set(drawn) == set(classes)
     for name, parent in drawn.items():
         bases = classes[name].__bases__

@@ -1,4 +1,7 @@
-"""When a held lease is renewed, and when it is given up: decisions by themselves, and with a thread or task."""
+"""When a held lease is renewed, and when given up: decisions by themselves, and with a thread or task."""
+
+import asyncio
+import threading
 
 import httpx
 import pytest
@@ -96,7 +99,7 @@ def test_failures_are_passing_or_final(error, transient):
 
 @given(st.floats(0.5, 1000), st.lists(st.booleans(), min_size=1, max_size=60), st.floats(0, 0.2))
 def test_a_lease_is_never_believed_in_beyond_its_time(ttl_s, results, latency_s):
-    """Driven by any mix of successes and failures, no renewal starts after the lease is over, and time moves on."""
+    """After any mix of successes and failures no renewal starts when the lease is over, and time moves on."""
     now_s = granted_until_s = 0.0
     keeper = Keeper(ttl_s, now_s)
     granted_until_s = ttl_s
@@ -149,7 +152,7 @@ async def test_a_hold_renews_at_entry_and_ends_with_its_block(client, server, ev
     await session.send("Hi")
     async with session.hold(ttl_s=100):
         await eventually(lambda: num_extends(server) == 1)
-    assert server.requests[-1].body["bidikv"] == {"protocol": 1, "ttl_s": 100}
+    assert server.requests[-1].body["ttl_s"] == 100
     server.advance(1000)
     assert (await session.send("On")).cache.reason == "lease_expired"
     assert num_extends(server) == 1
@@ -229,3 +232,56 @@ async def test_the_body_s_exception_comes_out_of_a_hold(client):
     with pytest.raises(KeyError, match="the tool"):
         async with session.hold():
             raise KeyError("the tool")  # noqa: EM101
+
+
+async def test_a_hold_does_not_wait_for_a_renewal_that_hangs(server, eventually, caplog):
+    """The tool's result is not held up by a server that does not answer, and what comes later is quiet."""
+    hangs, ended = threading.Event(), threading.Event()
+
+    def handle(request):
+        if request.url.path.endswith("/extend"):
+            hangs.set()
+            ended.wait(10)
+            raise httpx.ReadError("gone")  # noqa: EM101
+        return fake.handle_request(request)
+
+    fake = server.transport()
+    session = server.client(http_client=httpx.Client(transport=httpx.MockTransport(handle))).session()
+    session.send("Hi")
+    with session.hold() as hold:
+        await eventually(hangs.is_set)
+    ended.set()
+    await eventually(lambda: not any(thread.name == "bidikv-hold" for thread in threading.enumerate()))
+    assert not hold.lost
+    assert caplog.text == ""
+
+
+async def test_a_renewal_that_hangs_is_bounded_as_a_whole(server, eventually):
+    """A server that does not answer costs one renewal, which is tried again."""
+    num_calls = 0
+    given_up = asyncio.Event()
+
+    async def handle(request):
+        nonlocal num_calls
+        if request.url.path.endswith("/extend"):
+            num_calls += 1
+            if num_calls == 1:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    given_up.set()
+        return await fake.handle_async_request(request)
+
+    fake = server.async_transport()
+    client = server.async_client(http_client=httpx.AsyncClient(transport=httpx.MockTransport(handle)))
+    session = client.session()
+    await session.send("Hi")
+
+    def is_renewed():
+        server.advance(0.01)
+        return num_calls == 2
+
+    async with session.hold(ttl_s=0.5) as hold:
+        await given_up.wait()
+        await eventually(is_renewed)
+        assert not hold.lost

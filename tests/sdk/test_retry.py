@@ -1,6 +1,6 @@
 """What is tried again, what is not, and how long the SDK waits."""
 
-import datetime
+import datetime as dt
 from email.utils import format_datetime
 
 import httpx
@@ -79,6 +79,17 @@ async def test_a_lost_reply_is_asked_for_again_and_appends_once(client, server):
     assert server.messages(session.id) == session.transcript
 
 
+async def test_a_lost_reply_stays_in_doubt_whatever_the_next_try_says(make_client, server):
+    """The first try was completed unseen and the second refused: the next turn still puts the histories right."""
+    session = make_client(server, max_retries=1).session()
+    server.drop(completed=True)
+    server.fail("capacity_exceeded")
+    with pytest.raises(bidikv_sdk.CapacityExceeded):
+        await session.send("Hi")
+    assert (await session.send("Other")).reopened
+    assert server.messages(session.id) == session.transcript
+
+
 async def test_logical_turns_have_keys_of_their_own(client, server):
     """The key names session and turn, and differs between two tries of the caller."""
     session = client.session("s")
@@ -93,7 +104,7 @@ async def test_logical_turns_have_keys_of_their_own(client, server):
 
 
 async def test_a_running_turn_is_waited_for(client, server):
-    """A conflict that names a time is a turn that runs, as after an abort that the server has not seen yet."""
+    """A conflict that names a time is a turn that runs, as after an abort not yet seen by the server."""
     server.fail("turn_conflict", retry_after_s=0.25)
     await client.session().send("Hi")
     assert server.clock.slept_s == [0.25]
@@ -129,7 +140,7 @@ def test_unknown_exceptions_are_never_repeated():
     assert not is_retryable(KeyboardInterrupt())
 
 
-NOW = datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc)
+NOW = dt.datetime(2026, 1, 2, tzinfo=dt.timezone.utc)
 
 
 @pytest.mark.parametrize(
@@ -137,8 +148,8 @@ NOW = datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc)
     [
         ("7", 7.0),
         ("0.5", 0.5),
-        (format_datetime(NOW + datetime.timedelta(seconds=90), usegmt=True), 90.0),
-        (format_datetime(NOW - datetime.timedelta(seconds=90), usegmt=True), 0.0),
+        (format_datetime(NOW + dt.timedelta(seconds=90), usegmt=True), 90.0),
+        (format_datetime(NOW - dt.timedelta(seconds=90), usegmt=True), 0.0),
         ("soon", None),
         (None, None),
     ],

@@ -98,9 +98,7 @@ def test_unknown_fields_of_a_newer_peer_are_ignored():
     assert SessionInfo.from_json(data) == make_info()
 
 
-@pytest.mark.parametrize(
-    "path", [("turn",), ("lease", "state"), ("cache", "outcome"), ("cache", "timings_s")]
-)
+@pytest.mark.parametrize("path", [("turn",), ("lease", "state"), ("cache", "outcome"), ("cache", "timings_s")])
 def test_a_missing_field_is_named(path):
     """The error says which field is missing, and in which object."""
     data = part = make_info().to_json()

@@ -5,10 +5,11 @@ A test is a function `test_*` in tests/ that returns what it got and what it exp
 
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 
-def run_test(test) -> str | None:
+def run_test(test: Callable[[], tuple[object, object]]) -> str | None:
     """Return what went wrong, or None."""
     try:
         got, expected = test()

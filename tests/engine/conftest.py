@@ -1,0 +1,61 @@
+"""Two stacks for the whole suite, one alive at a time, and after every test both engines at rest."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .harness import Plan, Rig, Stacks, eventually
+
+ALICE, BOB = "key-of-alice", "key-of-bob"
+
+PLANS = {
+    # Tickets outlast what a test does with them by little, so that one which nobody returns is soon back.
+    "plain": Plan(
+        settings={
+            "budget_fraction": 1.0,
+            "ticket_ttl_s": 12.0,
+            "ticket_grace_s": 0.5,
+            "prefill_timeout_s": 8.0,
+            "provisional_ttl_s": 3.0,
+            "default_ttl_s": 600.0,
+        },
+        # Small steps, so that a test can meet P in the middle of a prefill.
+        prefill_args=("--max-num-batched-tokens", "64"),
+        env={"VLLM_SERVER_DEV_MODE": "1"},
+        gated=True,
+    ),
+    # Readers keep 5 s in hand, so every ticket of this stack is too late.
+    "two_tenants": Plan(
+        settings={"budget_fraction": 0.2, "ticket_ttl_s": 4.0, "ticket_grace_s": 0.5},
+        api_keys=(ALICE, BOB),
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def stacks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stacks]:
+    """All stacks of the suite."""
+    running = Stacks(tmp_path_factory.mktemp("stacks"), PLANS)
+    yield running
+    running.stop()
+
+
+def _use(stacks: Stacks, name: str) -> Iterator[Rig]:
+    rig = stacks.get(name)
+    yield rig
+    rig.repair()
+    rig.end_sessions()
+    eventually(rig.is_at_rest, "both engines at rest, with all blocks free")
+
+
+@pytest.fixture
+def rig(stacks: Stacks) -> Iterator[Rig]:
+    """A stack without keys: one tenant, all of the pool for leases."""
+    yield from _use(stacks, "plain")
+
+
+@pytest.fixture
+def keyed(stacks: Stacks) -> Iterator[Rig]:
+    """A stack of two tenants, a small budget, and tickets that are always too late."""
+    yield from _use(stacks, "two_tenants")
