@@ -125,7 +125,8 @@ class SessionTable:
             return session
         if session is not None and session.open_turn is not None:
             raise _running_conflict(key)
-        opened = Session(key, turn, [chunk], is_reopened=turn > 0 and session is None, last_used_s=now_s)
+        is_reopened = turn > 0 if session is None else session.is_reopened
+        opened = Session(key, turn, [chunk], is_reopened=is_reopened, last_used_s=now_s)
         opened.num_bytes = opened.counted_bytes()
         if session is None:
             self._make_room(opened.num_bytes, 1, keep=None, key=key, now_s=now_s)

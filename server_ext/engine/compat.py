@@ -21,10 +21,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBase
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
+from vllm.exceptions import VLLMError
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
 
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ChatCompletionRequest",
+    "EngineDeadError",
     "KVConnectorRole",
     "NixlBaseConnector",
     "NixlPullConnector",
@@ -48,7 +52,9 @@ __all__ = [
     "Request",
     "RequestStatus",
     "SamplingParams",
+    "VLLMError",
     "call_control",
+    "create_error_response",
     "guard_allocations",
     "init_logger",
     "install_control",

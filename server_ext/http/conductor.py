@@ -17,15 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 from bidikv_sdk.chunks import ChunkSum
 from server_ext.engine import compat
-from server_ext.http.errors import Refused, refused_by_vllm
+from server_ext.http.errors import Refused, refused_by_vllm, vllm_errors
 from server_ext.http.home_client import HomeClient
 from server_ext.http.prefill_client import PrefillClient
-from server_ext.http.render import History, TurnRenderer
+from server_ext.http.render import History, Prompt, TurnRenderer
 from server_ext.http.tenants import Tenants
 from server_ext.http.turn import Clock, EngineTap, Plan, Turn
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    import httpx
 
     from bidikv_sdk.wire import Route
     from server_ext.engine.settings import EngineSettings
@@ -57,14 +59,22 @@ class Caller:
 class Conductor:
     """All that D's API server needs to run turns."""
 
-    def __init__(self, engine_client: Any, serving_chat: Any, settings: EngineSettings, *, has_keys: bool) -> None:
+    def __init__(
+        self,
+        engine_client: Any,
+        serving_chat: Any,
+        settings: EngineSettings,
+        *,
+        has_keys: bool,
+        prefill_transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
         self.home = HomeClient(engine_client, timeout_s=settings.control_timeout_s)
         self.tenants = Tenants(settings.secret, has_keys=has_keys)
         self._settings = settings
         self._serving_chat = serving_chat
         self._renderer = TurnRenderer(serving_chat)
         block_size = engine_client.vllm_config.cache_config.block_size
-        self._prefill = PrefillClient(settings, block_size=block_size)
+        self._prefill = PrefillClient(settings, block_size=block_size, transport=prefill_transport)
 
     async def run(self, caller: Caller, request: TurnRequest, raw_request: Any) -> dict[str, Any] | AsyncIterator[str]:
         """Run one turn.
@@ -97,13 +107,16 @@ class Conductor:
             messages=[message for chunk in chunks for message in chunk["messages"]],
             token_ids=array("i", record["token_ids"]),
             pending_text=chunks[-1].get("pending_text", "") if chunks else "",
+            prompt_hash=chunks[-1].get("prompt_hash", "") if chunks else "",
         )
         prompt = await self._renderer.render(vllm_request, history, request.messages)
-        turn = await self._begin(caller, request, prompt.token_ids, started_s)
+        turn = await self._begin(caller, request, prompt, started_s)
         try:
             result = await self._generate(turn, vllm_request, prompt.token_ids, raw_request)
             if request.stream:
-                return self._stream(turn, request, vllm_request, result)
+                events = self._stream(turn, request, vllm_request, result)
+                await anext(events)  # from here on its end is run, even if nobody ever reads from it
+                return events
             completion = result.model_dump()
             completion["bidikv"] = await self._settle(turn, request, vllm_request, completion)
         except BaseException:
@@ -111,7 +124,7 @@ class Conductor:
             raise
         return completion
 
-    async def _begin(self, caller: Caller, request: TurnRequest, token_ids: array[int], started_s: float) -> Turn:
+    async def _begin(self, caller: Caller, request: TurnRequest, prompt: Prompt, started_s: float) -> Turn:
         rendered_s = time.perf_counter()
         route: Route = request.route or self._settings.home.default_route
         if route == "auto":
@@ -125,7 +138,7 @@ class Conductor:
             "begin",
             {
                 **self._turn_arg(caller, request),
-                "prompt_ids": token_ids.tobytes(),
+                "prompt_ids": prompt.token_ids.tobytes(),
                 "want_ticket": route == "fetch" and bool(self._settings.prefill_urls),
             },
             on_late=undo,
@@ -134,7 +147,7 @@ class Conductor:
         plan = Plan(
             nonce=begun["nonce"],
             request_id=caller.request_id,
-            token_ids=token_ids,
+            prompt=prompt,
             route=route,
             forced=request.route is not None,
             ticket=begun["ticket"],
@@ -162,7 +175,8 @@ class Conductor:
         vllm_request.kv_transfer_params = {"prompt_token_ids": token_ids.tolist()}
         serving = copy.copy(self._serving_chat)
         serving.engine_client = EngineTap(serving.engine_client, turn)
-        result = await serving.create_chat_completion(vllm_request, raw_request)
+        with vllm_errors():
+            result = await serving.create_chat_completion(vllm_request, raw_request)
         error = getattr(result, "error", None)
         if error is not None:
             raise refused_by_vllm(error.code, error.message)
@@ -174,6 +188,7 @@ class Conductor:
         """Pass vLLM's events on; the last one before the end carries the report."""
         total = ChunkSum()
         try:
+            yield ""
             async with aclosing(events):  # type: ignore[type-var]
                 async for event in events:
                     data = event.removeprefix("data: ").strip()

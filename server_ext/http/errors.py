@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastapi.responses import JSONResponse
 
 from bidikv_sdk.wire import ErrorInfo
+from server_ext.engine import compat
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from bidikv_sdk.wire import ErrorCode
+
+_RETRY_AFTER_S = 1.0
 
 
 class Refused(Exception):
@@ -35,6 +39,19 @@ class Refused(Exception):
         """Return the HTTP reply."""
         extra = {"Retry-After": str(max(1, round(self.info.retry_after_s)))} if self.info.retry_after_s else {}
         return JSONResponse({"error": self.info.to_json()}, self.info.status, {**headers, **extra})
+
+
+@contextmanager
+def vllm_errors() -> Iterator[None]:
+    """Turn what vLLM's serving code raises into a refusal with the status that its own routes would answer."""
+    try:
+        yield
+    except compat.EngineDeadError as error:
+        msg = "the engine is dead; try another decode node"
+        raise Refused(msg, code="engine_unavailable", retry_after_s=_RETRY_AFTER_S) from error
+    except (compat.VLLMError, ValueError, TypeError, OverflowError, NotImplementedError) as error:
+        told = compat.create_error_response(error).error
+        raise refused_by_vllm(told.code, told.message) from error
 
 
 def refused_by_vllm(status: int, message: str) -> Refused:

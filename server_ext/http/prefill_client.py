@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from bidikv_sdk.prefix import num_blocks
+from bidikv_sdk.wire import REASONS
 from server_ext.http.prefill_route import PREFILL_PATH, prefill_token
 
 if TYPE_CHECKING:
@@ -56,7 +57,16 @@ class Prefilled:
 class PrefillClient:
     """Calls the Ps of a deployment, in order, until one answers."""
 
-    def __init__(self, settings: EngineSettings, *, block_size: int) -> None:
+    def __init__(
+        self, settings: EngineSettings, *, block_size: int, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        """Prepare calls; nothing is sent yet.
+
+        Args:
+            settings: of this D.
+            block_size: tokens per block, on both sides.
+            transport: in place of the network's, for tests.
+        """
         self._urls = settings.prefill_urls
         self._timeout_s = settings.prefill_timeout_s
         self._block_size = block_size
@@ -64,6 +74,7 @@ class PrefillClient:
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {prefill_token(settings.secret)}"},
             timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
+            transport=transport,
             trust_env=False,  # a proxy from the environment has no place between P and D
         )
 
@@ -104,12 +115,14 @@ class PrefillClient:
                 reply = await self._http.post(url + PREFILL_PATH, json=body, headers={"X-Request-Id": request_id})
                 reply.raise_for_status()
                 prefilled = self._check(reply.json(), num_tokens)
-        except httpx.ConnectError as error:
-            msg = f"prefill node {url} cannot be reached: {error}"
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            msg = f"prefill node {url} cannot be reached: {error!r}"
             raise PrefillUnavailable(msg, may_still_read=False) from error
-        except (httpx.HTTPError, TimeoutError, ValueError, KeyError, TypeError) as error:
+        except (httpx.HTTPError, TimeoutError, ValueError, LookupError, TypeError, RecursionError) as error:
             msg = f"prefill node {url} failed after {time.perf_counter() - started_s:.1f} s: {error!r}"
-            raise PrefillUnavailable(msg, may_still_read=True) from error
+            # A request that was refused as such never reached P's engine.
+            refused = isinstance(error, httpx.HTTPStatusError) and error.response.is_client_error
+            raise PrefillUnavailable(msg, may_still_read=not refused) from error
         num_computed = num_tokens - prefilled.local_tokens - prefilled.fetched_tokens
         # Short computations measure the call, not the rate.
         if num_computed >= self._block_size:
@@ -126,19 +139,22 @@ class PrefillClient:
         params = dict(reply["kv_transfer_params"])
         report = params.pop("bidikv")
         (block_ids,) = params["remote_block_ids"]
-        if len(block_ids) != num_blocks(num_tokens, self._block_size) or not all(type(b) is int for b in block_ids):
-            msg = f"{len(block_ids)} blocks for {num_tokens} tokens of a prompt"
-            raise ValueError(msg)
-        if not params.get("do_remote_prefill"):
-            msg = "do_remote_prefill is not set"
-            raise ValueError(msg)
-        return Prefilled(
-            params=params,
-            local_tokens=int(report["local_tokens"]),
-            fetched_tokens=int(report["fetched_tokens"]),
-            fetch_s=report["fetch_s"],
-            reason=report["reason"],
+        local_tokens, fetched_tokens = report["local_tokens"], report["fetched_tokens"]
+        fetch_s, reason = report["fetch_s"], report["reason"]
+        rules = (
+            (len(block_ids) == num_blocks(num_tokens, self._block_size), "number of blocks"),
+            (all(type(block_id) is int and block_id >= 0 for block_id in block_ids), "block ids"),
+            (params.get("do_remote_prefill") is True, "do_remote_prefill"),
+            (type(local_tokens) is int and type(fetched_tokens) is int, "token counts"),
+            (min(local_tokens, fetched_tokens) >= 0 and local_tokens + fetched_tokens <= num_tokens, "token counts"),
+            (fetch_s is None or isinstance(fetch_s, int | float), "fetch_s"),
+            (reason is None or reason in REASONS, "reason"),
         )
+        for holds, what in rules:
+            if not holds:
+                msg = f"the answer for {num_tokens} tokens has a wrong {what}"
+                raise ValueError(msg)
+        return Prefilled(params, local_tokens, fetched_tokens, fetch_s, reason)
 
     async def close(self) -> None:
         """Close the connections."""

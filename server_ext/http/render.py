@@ -1,9 +1,11 @@
 """Turn messages into token ids, continuing exactly what D has in its cache.
 
-The text that a model produced is never tokenized again: its ids are known. With the template, history (A) and history
-plus delta (B) are rendered as text; where B begins with A, and A ends with what the template writes after a reply,
-only the rest of B is tokenized and appended to D's ids. Elsewhere (a template that rewrites its history) everything is
-rendered afresh and the lease serves the common prefix.
+The text that a model produced is never tokenized again: its ids are known. Three texts are rendered: the last turn's
+prompt (P), the history (A), and history plus delta (B). Where P is still what D's ids were made from, each begins the
+next one, and A holds after P all that the model said and then what the template writes after a reply, only the rest of
+B is tokenized and appended to D's ids. Elsewhere (new tools, a template that rewrites its history) everything is
+rendered afresh and the lease serves the common prefix. So a prompt is always what the template says, but for the
+model's own text, which stays as generated.
 
 Terms: the *closing* is what the template writes after an assistant's text (such as `<|im_end|>` and a newline); the
 *pending text* is the end of a reply that D's ids do not cover (a stop string may end inside a token).
@@ -12,18 +14,20 @@ Terms: the *closing* is what the template writes after an assistant's text (such
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from array import array
 from bisect import bisect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from server_ext.http.errors import Refused
+from server_ext.http.errors import Refused, refused_by_vllm, vllm_errors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 # A text that no template rewrites and no model says: it marks where an assistant's text stands in a rendering.
 _MARK = "bidikv-mark-5f1c"
+_REPLACEMENT = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +36,12 @@ class Prompt:
 
     - `token_ids`: [num_tokens], int32.
     - `exact`: True where it begins with D's own ids unchanged.
+    - `text_hash`: of the text that the template gave for it.
     """
 
     token_ids: array[int]
     exact: bool
+    text_hash: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +51,13 @@ class History:
     - `messages`: OpenAI messages of all completed turns.
     - `token_ids`: [num_tokens], ids of the last completed turn's prompt and reply; empty for a session without one.
     - `pending_text`: end of the last reply's text that `token_ids` does not cover.
+    - `prompt_hash`: `Prompt.text_hash` of the last completed turn; empty for a session without one.
     """
 
     messages: list[dict[str, Any]]
     token_ids: array[int]
     pending_text: str
+    prompt_hash: str
 
 
 class TurnRenderer:
@@ -79,12 +87,19 @@ class TurnRenderer:
         Raises:
             Refused: `context_length_exceeded`, or the template fails on these messages.
         """
-        params = self._chat_params(request)
-        whole = await self._text([*history.messages, *delta], params)
-        continued = await self._continue(whole, history, params) if history.token_ids else None
-        token_ids = await self._tokenize(whole) if continued is None else continued
+        with vllm_errors():
+            # Before vLLM's serving does: a foreign template must not even be run.
+            untrusted = self._online.validate_chat_template(
+                request.chat_template, request.chat_template_kwargs, self._online.trust_request_chat_template
+            )
+            if untrusted is not None:
+                raise refused_by_vllm(untrusted.error.code, untrusted.error.message)
+            params = self._chat_params(request)
+            whole = await self._text([*history.messages, *delta], params)
+            continued = await self._continue(whole, history, params) if history.token_ids else None
+            token_ids = await self._tokenize(whole) if continued is None else continued
         self._check_length(request, len(token_ids))
-        return Prompt(token_ids, exact=continued is not None)
+        return Prompt(token_ids, exact=continued is not None, text_hash=_hash(whole))
 
     def reply_ids(self, token_ids: Sequence[int], text: str, *, skip_special_tokens: bool) -> tuple[int, str]:
         """Find how many of a reply's generated ids its text contains.
@@ -95,17 +110,26 @@ class TurnRenderer:
             skip_special_tokens: whether that text was decoded without special tokens.
 
         Returns:
-            The number of leading ids whose text lies within `text`, and the rest of `text` behind them.
+            The number of leading ids whose text lies within `text`, and the rest of `text` behind them. A special token
+            at the end is not counted: the model's own end of turn was never fed back, and the template writes one too,
+            perhaps another.
         """
-        decode = self._renderer.get_tokenizer().decode
+        tokenizer = self._renderer.get_tokenizer()
 
         def text_of(num_ids: int) -> str:
-            return decode(list(token_ids[:num_ids]), skip_special_tokens=skip_special_tokens)
+            return tokenizer.decode(list(token_ids[:num_ids]), skip_special_tokens=skip_special_tokens)
 
-        # The larger the count, the longer the text; nearly always all ids fit.
+        def is_beyond(num_ids: int) -> bool:
+            # A character of which only some bytes are there decodes to the replacement character: not beyond yet.
+            return not text.startswith(text_of(num_ids).rstrip(_REPLACEMENT))
+
         num_kept = len(token_ids)
-        if not text.startswith(text_of(num_kept)):
-            num_kept = bisect(range(1, num_kept), 0, key=lambda num: not text.startswith(text_of(num)))
+        if is_beyond(num_kept):  # nearly never
+            num_kept = bisect(range(1, num_kept), 0, key=is_beyond)
+        while not text.startswith(text_of(num_kept)):
+            num_kept -= 1
+        if num_kept and token_ids[num_kept - 1] in tokenizer.all_special_ids:
+            num_kept -= 1
         return num_kept, text[len(text_of(num_kept)) :]
 
     def _chat_params(self, request: Any) -> Any:
@@ -129,18 +153,22 @@ class TurnRenderer:
         still = dataclasses.replace(
             params, chat_template_kwargs={**params.chat_template_kwargs, "add_generation_prompt": False}
         )
+        *prompted, reply = history.messages
+        prompt = await self._text(prompted, params)
         before = await self._text(history.messages, still)
         closing = await self._closing(still)
-        if not (closing and before.endswith(closing) and whole.startswith(before)):
+        appends = (
+            _hash(prompt) == history.prompt_hash
+            and before.startswith(prompt)
+            and whole.startswith(before)
+            and closing
+            and before.endswith(closing)
+            and _says_all(before[len(prompt) :], reply)
+        )
+        if not appends:
             return None
-        token_ids = history.token_ids
-        tokenizer = self._renderer.get_tokenizer()
-        if not history.pending_text and token_ids[-1] in tokenizer.all_special_ids:
-            # The model's own end-of-turn token (not in the cache yet: it was never fed back). The template writes
-            # one too, perhaps another: the template's counts.
-            token_ids = token_ids[:-1]
         rest = history.pending_text + closing + whole[len(before) :]
-        return token_ids + await self._tokenize(rest)
+        return history.token_ids + await self._tokenize(rest)
 
     async def _closing(self, params: Any) -> str:
         """Return what the template writes after an assistant's text, or nothing where that cannot be told."""
@@ -169,3 +197,12 @@ class TurnRenderer:
                 f"is {max_model_len}; shorten the history or lower max_completion_tokens"
             )
             raise Refused(msg, code="context_length_exceeded", param="messages")
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _says_all(rendered: str, reply: dict[str, Any]) -> bool:
+    """Tell whether a template left nothing out of a reply; it may trim it, and write tool calls in its own way."""
+    return all((reply.get(name) or "").strip() in rendered for name in ("reasoning", "content"))

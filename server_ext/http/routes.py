@@ -95,6 +95,8 @@ def answers(route: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitabl
             return await route(*args, **kwargs)
         except Refused as refused:
             return refused.to_response(headers)
+        except RecursionError:
+            return Refused("the body is nested too deeply; flatten it").to_response(headers)
         except Exception:
             logger.exception("Request %s failed.", headers[_REQUEST_ID])
             msg = f"internal error; the server's log has it under request id {headers[_REQUEST_ID]}"
@@ -109,13 +111,17 @@ async def body_of(raw_request: Request) -> dict[str, Any]:
     Raises:
         Refused: the body is too large, or no JSON object.
     """
-    length = raw_request.headers.get("content-length", "0")
-    if length.isdigit() and int(length) > _MAX_BODY_BYTES:
-        msg = f"the body has {length} bytes; at most {_MAX_BODY_BYTES} are accepted"
-        raise Refused(msg, code="request_too_large")
-    raw = await raw_request.body()
+    raw = bytearray()
+    async for piece in raw_request.stream():
+        raw += piece
+        if len(raw) > _MAX_BODY_BYTES:
+            msg = f"the body has more than {_MAX_BODY_BYTES} bytes; shorten the messages"
+            raise Refused(msg, code="request_too_large")
     try:
-        body = json.loads(raw) if raw else {}
+        body = json.loads(raw.decode()) if raw else {}
+        # Half of a surrogate pair is JSON, but no text: neither a tokenizer nor a reply could carry it on.
+        if b"\\ud" in raw or b"\\uD" in raw:
+            json.dumps(body, ensure_ascii=False).encode()
     except ValueError as error:
         msg = f"the body is not JSON: {error}"
         raise Refused(msg) from error
@@ -131,16 +137,13 @@ async def open_session(raw_request: Request) -> Response:
     """Open a session, or open it again from a full history."""
     call = Call(raw_request, None, await body_of(raw_request))
     body = call.body
-    turn = body.get("turn", 0)
-    if type(turn) is not int or turn < 0:
-        msg = f"turn is {turn!r:.80}; give the number of turns that messages contains"
-        raise Refused(msg, param="turn")
+    turn = turn_request.turn_of(body.get("turn", 0), least=0, meaning="the number of turns that messages contains")
     history = {
         "messages": turn_request.messages_of(body, required=False),
         "tools": turn_request.tools_of(body),
     }
     chunk = json.dumps(history).encode() if any(history.values()) else b""
-    return await call.home("open", turn=turn, chunk=chunk, replace=bool(body.get("replace")))
+    return await call.home("open", turn=turn, chunk=chunk, replace=turn_request.flag_of(body, "replace"))
 
 
 @router.get("")

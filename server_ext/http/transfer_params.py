@@ -48,12 +48,13 @@ class RefuseTransferParams:
 
 def names_transfer_params(body: bytes) -> bool:
     """Tell whether a JSON body sets `kv_transfer_params`, also through vLLM's extra arguments."""
-    if _NAME.encode() not in body:  # nearly always: no need to parse
+    # Nearly always there is no need to parse. The name may also be written with escapes, or in UTF-16 or UTF-32.
+    if not any(hint in body for hint in (_NAME.encode(), b"\\u", b"\0")):
         return False
     try:
         fields = json.loads(body)
-    except ValueError:
-        return False  # no JSON: the route will say so
+    except (ValueError, RecursionError):
+        return False  # no JSON, or too deep for the route as well: it will say so
     if not isinstance(fields, dict):
         return False
     extra = fields.get("vllm_xargs")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from bidikv_sdk.wire import Outcome, Reason, Route
     from server_ext.http.home_client import HomeClient
     from server_ext.http.prefill_client import PrefillClient, Prefilled
-    from server_ext.http.render import TurnRenderer
+    from server_ext.http.render import Prompt, TurnRenderer
 
 logger = compat.init_logger("vllm.bidikv")
 
@@ -33,6 +33,7 @@ class Plan:
     """What is known of a turn when it begins.
 
     - `nonce`: of this turn; the engine knows the turn's request by it.
+    - `prompt`: what D and P compute.
     - `route`: the way it shall go; `forced` tells that the caller asked for it.
     - `ticket`: signed transfer parameters for reading the lease; None where P gets none.
     - `held_tokens`, `diverged_at`: of the lease, for the report.
@@ -42,7 +43,7 @@ class Plan:
 
     nonce: str
     request_id: str
-    token_ids: array[int]
+    prompt: Prompt
     route: Route
     forced: bool
     ticket: dict[str, Any] | None
@@ -113,6 +114,9 @@ class Turn:
             self._prefill_reason = "unsupported"  # adapters are not passed to P yet
         elif self.plan.route != "local":
             transfer = await self._ask_prefill_node()
+        if self.plan.ticket is not None and not self._may_still_read:
+            # P has read, or never will: give the references back now, not at the deadline.
+            self._home.call_soon("return_ticket", {"ticket_id": self.plan.ticket["remote_request_id"]})
         extra = {name: value for name, value in (params.extra_args or {}).items() if name != "kv_transfer_params"}
         if transfer is not None:
             extra["kv_transfer_params"] = sign(transfer, self._secret)
@@ -125,9 +129,10 @@ class Turn:
     async def _ask_prefill_node(self) -> dict[str, Any] | None:
         plan = self.plan
         params = plan.ticket or sign({"do_remote_decode": True, "do_remote_prefill": False}, self._secret)
+        self._may_still_read = plan.ticket is not None  # also where this call is cut half-way
         try:
             prefilled = await self._prefill.prefill(
-                plan.token_ids, params, cache_salt=plan.prefill_salt, request_id=plan.request_id
+                plan.prompt.token_ids, params, cache_salt=plan.prefill_salt, request_id=plan.request_id
             )
         except PrefillUnavailable as unavailable:
             logger.warning("Turn %s is computed on D: %s", plan.request_id, unavailable)
@@ -136,10 +141,7 @@ class Turn:
             return None
         finally:
             self._clock.prefilled_s = time.perf_counter()
-        self._prefilled = prefilled
-        if plan.ticket is not None:
-            # P has read, whatever became of it: give the references back now, not at the deadline.
-            self._home.call_soon("return_ticket", {"ticket_id": plan.ticket["remote_request_id"]})
+        self._prefilled, self._may_still_read = prefilled, False
         return prefilled.params
 
     def _take(self, output: Any) -> None:
@@ -181,9 +183,14 @@ class Turn:
         num_kept, pending_text = self._renderer.reply_ids(
             self._reply.token_ids, self._reply.text, skip_special_tokens=skip_special_tokens
         )
-        kept_ids = plan.token_ids + array("i", self._reply.token_ids[:num_kept])
+        kept_ids = plan.prompt.token_ids + array("i", self._reply.token_ids[:num_kept])
         cache = self.report()
-        transcript = {**chunk, "messages": [*chunk["messages"], message], "pending_text": pending_text}
+        transcript = {
+            **chunk,
+            "messages": [*chunk["messages"], message],
+            "pending_text": pending_text,
+            "prompt_hash": plan.prompt.text_hash,
+        }
         settled = await self._home.call(
             "settle",
             {
@@ -208,11 +215,8 @@ class Turn:
         self.is_over = True
         if self._generation is not None:
             await self._generation.aclose()  # aborts the engine's request
-        # A ticket that P may still be reading stays until its deadline, also where the call was cut half-way.
-        asked = self.plan.ticket is not None and self._generation is not None
-        unread = self._prefilled is not None or not asked
-        return_ticket = unread and not self._may_still_read
-        await self._home.call("abandon", {"nonce": self.plan.nonce, "return_ticket": return_ticket})
+        # A ticket that P may still be reading stays until its deadline.
+        await self._home.call("abandon", {"nonce": self.plan.nonce, "return_ticket": not self._may_still_read})
 
     async def abandon_whatever_happens(self) -> None:
         """Abandon, even while the caller is being cancelled."""
@@ -226,7 +230,7 @@ class Turn:
     def report(self) -> CacheReport:
         """Say where the prompt's KV cache came from, and why."""
         plan = self.plan
-        num_prompt = len(plan.token_ids)
+        num_prompt = len(plan.prompt.token_ids)
         if self._prefilled is not None:
             fetched, reused = self._prefilled.fetched_tokens, self._prefilled.local_tokens
             outcome: Outcome = "fetched" if fetched else "prefilled" if reused else "recomputed"

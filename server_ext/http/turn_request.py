@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ from pydantic import ValidationError
 
 from bidikv_sdk.wire import PROTOCOL, ROUTES
 from server_ext.engine.compat import ChatCompletionRequest
-from server_ext.http.errors import Refused
+from server_ext.http.errors import Refused, vllm_errors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,17 +18,22 @@ if TYPE_CHECKING:
     from bidikv_sdk.wire import Route
 
 _MAX_SESSION_ID_CHARS = 256
-# Fields that would change what the session's prompt is, or reach past it. `cache_salt` comes from the tenant.
-_REFUSED_FIELDS = (
-    "add_generation_prompt",
-    "cache_salt",
-    "continue_final_message",
-    "echo",
-    "kv_transfer_params",
-    "prompt_logprobs",
-    "use_beam_search",
-    "vllm_xargs",
-)
+_MAX_TURN = 1 << 31  # no session gets there, and all that count turns can hold it
+# Fields that would change what the session's prompt is, or reach past it, each with the value that means the same as
+# leaving it out. `cache_salt` comes from the tenant.
+_REFUSED_FIELDS = {
+    "add_generation_prompt": True,
+    "cache_salt": None,
+    "continue_final_message": False,
+    "ec_transfer_params": None,
+    "echo": False,
+    "kv_transfer_params": None,
+    "prompt_logprobs": None,
+    "truncate_prompt_tokens": None,
+    "use_beam_search": False,
+    "vllm_xargs": None,
+}
+_OWN_FIELDS = frozenset({"bidikv", "session_id", "turn", "messages", "tools", "stream", "stream_options"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +67,18 @@ class TurnRequest:
             Refused: `invalid_request`, `unsupported_parameter` or `protocol_mismatch`, naming the field.
         """
         options = options_of(body)
-        for name in _REFUSED_FIELDS:
-            if body.get(name):
+        for name, unset in _REFUSED_FIELDS.items():
+            if body.get(name) is not None and body[name] is not unset:
                 msg = f"{name} is not supported in a session turn; leave it out"
                 raise Refused(msg, code="unsupported_parameter", param=name)
         if body.get("n") not in (None, 1):
-            msg = f"n is {body['n']!r}, but a session continues with one reply; leave it out, or open several sessions"
+            msg = f"n is {body['n']!r:.80}, but a session continues with one reply; leave it out or open more sessions"
             raise Refused(msg, code="unsupported_parameter", param="n")
-        turn = body.get("turn")
-        if type(turn) is not int or turn < 1:
-            msg = f"turn is {turn!r}; give the number of this turn: completed turns + 1"
-            raise Refused(msg, param="turn")
+        turn = turn_of(body.get("turn"), least=1, meaning="the number of this turn: completed turns + 1")
         route = options.get("route")
         if route is not None and route not in ROUTES:
-            msg = f"bidikv.route is {route!r}; give one of {', '.join(ROUTES)}"
+            msg = f"bidikv.route is {route!r:.80}; give one of {', '.join(ROUTES)}"
             raise Refused(msg, param="bidikv.route")
-        ours = ("bidikv", "session_id", "turn", "messages", "tools", "stream", "stream_options")
         return cls(
             turn=turn,
             key=key,
@@ -84,8 +86,8 @@ class TurnRequest:
             tools=tools_of(body),
             route=None if route == "auto" else route,
             ttl_s=ttl_of(options.get("ttl_s"), "bidikv.ttl_s"),
-            stream=bool(body.get("stream")),
-            chat={name: value for name, value in body.items() if name not in ours},
+            stream=flag_of(body, "stream"),
+            chat={k: v for k, v in body.items() if k not in _OWN_FIELDS and k not in _REFUSED_FIELDS},
         )
 
     def to_vllm(self, tools: list[dict[str, Any]] | None, *, cache_salt: str | None) -> ChatCompletionRequest:
@@ -100,17 +102,16 @@ class TurnRequest:
         """
         # The usage chunk of a stream is the one that carries our report.
         stream = {"stream": True, "stream_options": {"include_usage": True}} if self.stream else {}
-        try:
-            return ChatCompletionRequest(
-                messages=self.messages, tools=tools or None, cache_salt=cache_salt, **self.chat, **stream
-            )
-        except ValidationError as error:
-            first = error.errors()[0]
-            param = ".".join(str(part) for part in first["loc"][:2])
-            msg = f"{param}: {first['msg']}" if param else first["msg"]
-            raise Refused(msg, param=param or None) from error
-        except ValueError as error:
-            raise Refused(str(error)) from error
+        with vllm_errors():
+            try:
+                return ChatCompletionRequest(
+                    messages=self.messages, tools=tools or None, cache_salt=cache_salt, **self.chat, **stream
+                )
+            except ValidationError as error:
+                first = error.errors()[0]
+                param = ".".join(str(part) for part in first["loc"][:2])
+                msg = f"{param}: {first['msg']}" if param else first["msg"]
+                raise Refused(msg, param=param or None) from error
 
 
 def options_of(body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -170,6 +171,32 @@ def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     return tools
 
 
+def turn_of(value: Any, *, least: int, meaning: str) -> int:
+    """Return a number of turns.
+
+    Raises:
+        Refused: it is no integer from `least` on.
+    """
+    # bool is an int to Python, not to the protocol.
+    if type(value) is not int or not least <= value <= _MAX_TURN:
+        msg = f"turn is {value!r:.80}; give {meaning}"
+        raise Refused(msg, param="turn")
+    return value
+
+
+def flag_of(body: Mapping[str, Any], name: str) -> bool:
+    """Return a body's flag, False where it has none.
+
+    Raises:
+        Refused: it is neither true nor false.
+    """
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        msg = f"{name} is {value!r:.80}; give true or false"
+        raise Refused(msg, param=name)
+    return bool(value)
+
+
 def ttl_of(value: Any, param: str) -> float | None:
     """Return a time to live in seconds, None where none is given.
 
@@ -178,7 +205,7 @@ def ttl_of(value: Any, param: str) -> float | None:
     """
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
         msg = f"{param} is {value!r:.80}; give a number of seconds above 0"
         raise Refused(msg, param=param)
     return float(value)

@@ -83,6 +83,13 @@ def test_replace_swaps_the_transcript(turn):
     assert (len(sessions), dropped) == (1, [])
 
 
+def test_a_reopened_session_that_is_replaced_is_still_reopened():
+    """Swapping the transcript does not hide that nothing was ever held here."""
+    sessions, _ = make_sessions()
+    open_session(sessions, turn=3)
+    assert open_session(sessions, turn=2, replace=True).is_reopened
+
+
 def test_replace_opens_what_is_unknown():
     """Replacing a session that is not there opens it."""
     assert open_session(make_sessions()[0], turn=2, replace=True).is_reopened

@@ -184,7 +184,7 @@ class Rig:
 
     def sessions(self, key: str | None = None) -> list[dict[str, Any]]:
         """Return a tenant's sessions."""
-        return self.decode.get("/v1/sessions", headers=self.headers(key)).raise_for_status().json()["bidikv"]
+        return self.decode.get("/v1/sessions", headers=self.headers(key)).raise_for_status().json()["data"]
 
     def end_sessions(self) -> None:
         """End every session of every tenant."""
@@ -199,6 +199,16 @@ class Rig:
         opened = self.decode.post("/v1/sessions", json={"session_id": name}, headers=headers).raise_for_status()
         self.decode.delete(f"/v1/sessions/{name}", headers=headers).raise_for_status()
         return opened.json()["bidikv"]["pool"]
+
+    def wait_for_end_of_turn(self, talk: Talk) -> None:
+        """Wait until D has noticed that a turn's client left."""
+
+        def is_over() -> bool:
+            # An old number: refused with the next one once no turn runs.
+            error = talk.post("turns", talk.request("?", turn=talk.num_turns)).json()["error"]
+            return error.get("expected_turn") == talk.num_turns + 1
+
+        eventually(is_over, f"end of the turn of session {talk.id}")
 
     def metric(self, role: Role, name: str) -> float:
         """Return a metric of one engine, summed over its labels; 0 where it has none yet."""
@@ -221,6 +231,11 @@ class Rig:
             if any(self.metric(role, f"vllm:{name}") for name in busy):
                 return False
         return self.pool() == {"free_blocks": POOL_BLOCKS, "total_blocks": POOL_BLOCKS, "pending_ticket_blocks": 0}
+
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special tokens as well."""
+        body = {"model": TINY, "tokens": list(token_ids)}
+        return self.prefill.post("/detokenize", json=body).raise_for_status().json()["prompt"]
 
     def recomputed(self, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
         """Return the tokens that stock vLLM generates on P behind a prompt, nothing of which is cached."""
