@@ -1,12 +1,13 @@
-"""The physical limit of what fetching can gain, from rates that the same run measured. Pure arithmetic.
+"""The physical limit of what fetching can gain, from the rate that the same run measured. Pure arithmetic.
 
-To compute d new tokens behind a history of H tokens a prefill engine needs
+A model with P weights outside its embeddings, L layers and hidden size D needs for d new tokens behind a history of H
 
-    T(d | H) = a * d + b * ((H + d)^2 - H^2)
+    2 P d + 2 L D ((H + d)^2 - H^2)   floating-point operations:   T(d | H) = a (d + ((H + d)^2 - H^2) / A)
 
-`a` is the work on weights, `b` that of attention. `PrefillRate.fit` finds both from turns that computed their whole
-prompt (H = 0, d = N). A turn that fetches its history instead reads H tokens and computes d = N - H, so the ceiling
-of its gain is
+with `A = P / (L D)`, the length at which attention costs as much as the weights, known from the model, and `a`, the
+seconds per token of a short prompt, measured: `PrefillRate.fit` takes it from turns that computed their whole prompt
+(H = 0, d = N). (Measuring the two parts apart would need prompts of very different lengths; an agent's do not vary
+enough.) A turn that fetches its history instead reads H tokens and computes d = N - H, so the ceiling of its gain is
 
     T(N | 0) / (T_fetch(H) + T(d | H))
 
@@ -17,51 +18,58 @@ engine and its first token: all that the session layer and the network of HTTP c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
+
+
+def attention_tokens(config: Mapping[str, Any]) -> float:
+    """Return the length, in tokens, at which attention costs as much as the weights (A).
+
+    Args:
+        config: `config.json` of a Llama-like model.
+    """
+    hidden = config["hidden_size"]
+    kv_width = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    num_weights_per_layer = 2 * hidden * (hidden + kv_width) + 3 * hidden * config["intermediate_size"]
+    return float(num_weights_per_layer / hidden)  # both P and L D have L in them
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillRate:
     """How fast a prefill engine computes."""
 
-    linear_s: float
-    """Seconds per token (`a`)."""
-    quadratic_s: float
-    """Seconds per token squared (`b`)."""
+    token_s: float
+    """Seconds per token of a short prompt (`a`)."""
+    attention_tokens: float
+    """Length at which attention costs as much as the weights (`A`)."""
 
     def compute_s(self, num_new: int, num_before: int = 0) -> float:
         """Return the seconds that `num_new` tokens take behind `num_before` that are there already."""
-        num_total = num_before + num_new
-        return self.linear_s * num_new + self.quadratic_s * (num_total**2 - num_before**2)
+        return self.token_s * self._work(num_new, num_before)
+
+    def _work(self, num_new: int, num_before: int) -> float:
+        return num_new + ((num_before + num_new) ** 2 - num_before**2) / self.attention_tokens
 
     @classmethod
-    def fit(cls, points: Iterable[tuple[int, float]]) -> PrefillRate:
-        """Fit the rate by least squares; neither part is negative.
+    def fit(cls, points: Iterable[tuple[int, float]], attention_tokens: float) -> PrefillRate:
+        """Fit the rate by least squares.
 
         Args:
             points: Number of tokens, and the seconds that computing all of them took.
+            attention_tokens: Of the model.
 
         Raises:
             ValueError: There are no points.
         """
-        pairs = list(points)
+        unit = cls(1.0, attention_tokens)
+        pairs = [(unit.compute_s(num_tokens), seconds) for num_tokens, seconds in points]
         if not pairs:
             msg = "no turn computed its prompt, so there is no prefill rate; look into the engines' logs"
             raise ValueError(msg)
-        n2, n3, n4 = (sum(num**power for num, _ in pairs) for power in (2, 3, 4))
-        tn, tn2 = (sum(seconds * num**power for num, seconds in pairs) for power in (1, 2))
-        determinant = n2 * n4 - n3**2
-        if determinant == 0:  # one length only: it cannot tell the two parts apart
-            return cls(tn / n2, 0.0)
-        linear_s = (tn * n4 - tn2 * n3) / determinant
-        quadratic_s = (tn2 * n2 - tn * n3) / determinant
-        # Noise can push one of them below zero, where the best fit has it at zero.
-        if quadratic_s < 0:
-            return cls(tn / n2, 0.0)
-        return cls(linear_s, quadratic_s) if linear_s >= 0 else cls(0.0, tn2 / n4)
+        token_s = sum(work * seconds for work, seconds in pairs) / sum(work**2 for work, _ in pairs)
+        return cls(token_s, attention_tokens)
 
 
 def ceiling(rate: PrefillRate, *, held_tokens: int, prompt_tokens: int, fetch_s: float) -> float:

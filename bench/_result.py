@@ -48,6 +48,8 @@ class Result:
     idle_lease_state: str
     """State of the lease after that time."""
     versions: Mapping[str, str]
+    attention_tokens: float
+    """Length at which the model's attention costs as much as its weights (see `_model`)."""
 
     @cached_property
     def speedups(self) -> list[float]:
@@ -67,11 +69,12 @@ class Result:
     @cached_property
     def prefill_rate(self) -> PrefillRate:
         """Rate of P, from the arm without reuse."""
-        return PrefillRate.fit(
+        points = (
             (turn.cache.prompt_tokens, turn.cache.timings_s.prefill)
             for turn in self.turns_without_reuse
             if turn.cache.timings_s.prefill is not None
         )
+        return PrefillRate.fit(points, self.attention_tokens)
 
     @cached_property
     def ceiling_ratio(self) -> float:
@@ -107,7 +110,7 @@ class Result:
             "turns_without_reuse": [turn.to_json() for turn in self.turns_without_reuse],
             "ratio": self.ratio,
             "ceiling_ratio": self.ceiling_ratio,
-            "prefill_rate": {"linear_s": rate.linear_s, "quadratic_s": rate.quadratic_s},
+            "prefill_rate": {"token_s": rate.token_s, "attention_tokens": rate.attention_tokens},
             "tokens_identical": not self.differing_turns,
             "session_overhead_p50_s": self.session_overhead_p50_s,
             "idle_cpu_cores": self.idle_cpu_cores,

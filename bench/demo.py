@@ -17,6 +17,7 @@ import httpx
 from rich.console import Console
 
 from bench._machine import cpu_cores, versions
+from bench._model import attention_tokens
 from bench._result import Result
 from bench._show import HEADER, comparison, row, verdict
 from bench._turns import Recorder
@@ -87,7 +88,14 @@ def measure(stack: Stack) -> Result:
         print_head("The same turns, everything computed again")
         with client.session(system=GUIDELINES, route="recompute", **CHAT) as session:
             turns_without_reuse = run_arm(session)
-    return Result(turns, turns_without_reuse, idle_cpu_cores, idle_lease_state, versions())
+    return Result(
+        turns=turns,
+        turns_without_reuse=turns_without_reuse,
+        idle_cpu_cores=idle_cpu_cores,
+        idle_lease_state=idle_lease_state,
+        versions=versions(),
+        attention_tokens=attention_tokens(json.loads((Path(stack.config.model) / "config.json").read_text("utf-8"))),
+    )
 
 
 def warm_up(client: BidiKV) -> None:

@@ -47,6 +47,7 @@ def make_result():
             "idle_cpu_cores": 0.05,
             "idle_lease_state": "active",
             "versions": {"vllm": "0"},
+            "attention_tokens": float("inf"),  # a rate in tokens per second alone
         }
         return Result(**{**fields, **changes})
 
