@@ -24,6 +24,8 @@ _PRIOR_TOKENS_PER_S = 50.0
 _GRACE_S = 10.0
 # A peer that does not even accept is asked no longer than this.
 _CONNECT_TIMEOUT_S = 2.0
+# vLLM closes idle connections after 5 s: one that is just being closed would look like a P that is gone.
+_KEEPALIVE_S = 2.0
 
 
 class PrefillUnavailable(Exception):
@@ -74,6 +76,7 @@ class PrefillClient:
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {prefill_token(settings.secret)}"},
             timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
+            limits=httpx.Limits(keepalive_expiry=_KEEPALIVE_S),
             transport=transport,
             trust_env=False,  # a proxy from the environment has no place between P and D
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
 from fastapi.requests import Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 
 from server_ext.engine.compat import SamplingParams, with_cancellation
 
@@ -67,11 +67,18 @@ class PrefillService:
         return {"kv_transfer_params": transfer}
 
 
+# The body is read before a disconnect is listened for, so the inner function does both.
 @router.post(PREFILL_PATH, include_in_schema=False)
-@with_cancellation
-async def prefill(body: dict[str, Any], raw_request: Request) -> JSONResponse:
-    """Answer D's call; 404 for everybody else, as if the route were not there."""
+async def prefill(raw_request: Request) -> Response:
+    """Answer D's call; 404 for everybody else, whatever they send, as if the route were not there."""
     service: PrefillService | None = getattr(raw_request.app.state, "bidikv_prefill", None)
     if service is None or not service.is_allowed(raw_request.headers):
         return JSONResponse({"error": {"message": "Not Found", "code": "not_found"}}, status_code=404)
+    response: Response | None = await _prefill(service, raw_request, await raw_request.json())
+    # None: D has left, nobody reads this.
+    return response if response is not None else Response(status_code=499)
+
+
+@with_cancellation
+async def _prefill(service: PrefillService, raw_request: Request, body: dict[str, Any]) -> JSONResponse:
     return JSONResponse(await service.prefill(body, raw_request.headers["x-request-id"]))

@@ -170,14 +170,15 @@ async def get_session(session_id: str, raw_request: Request) -> Response:
 async def run_turn(session_id: str, raw_request: Request) -> Response:
     """Run one turn."""
     call = Call(raw_request, session_id, await body_of(raw_request))
-    response: Response | None = await _run_turn(call, raw_request)
+    response: Response | None = await _run_turn(call, raw_request=raw_request)
     # None: the client has left, nobody reads this.
     return response if response is not None else Response(status_code=499)
 
 
 @with_cancellation
 @load_aware_call
-async def _run_turn(call: Call, raw_request: Request) -> Response:
+@answers  # in here too: where the client has left, nobody asks what became of this task
+async def _run_turn(call: Call, *, raw_request: Request) -> Response:
     key = raw_request.headers.get("idempotency-key") or uuid.uuid4().hex
     result = await call.conductor.run(call.caller, TurnRequest.parse(call.body, key=key), raw_request)
     if isinstance(result, dict):

@@ -124,6 +124,7 @@ class Turn:
         options["session_id"] = self.plan.nonce
         async for output in engine_client.generate(prompt, params, request_id, **options):
             self._take(output)
+            output.kv_transfer_params = None  # block ids and hosts are not for clients
             yield output
 
     async def _ask_prefill_node(self) -> dict[str, Any] | None:

@@ -112,6 +112,10 @@ class TurnRequest:
                 param = ".".join(str(part) for part in first["loc"][:2])
                 msg = f"{param}: {first['msg']}" if param else first["msg"]
                 raise Refused(msg, param=param or None) from error
+            except (AttributeError, LookupError, TypeError) as error:
+                # vLLM's own checks come before pydantic's, and trip over values of a wrong type.
+                msg = f"a chat parameter has the wrong type ({error}); see the OpenAI API"
+                raise Refused(msg) from error
 
 
 def options_of(body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -154,6 +158,9 @@ def messages_of(body: Mapping[str, Any], *, required: bool) -> list[dict[str, An
             raise Refused(msg, code="unsupported_parameter", param=f"messages[{i}].content")
         if content is not None and not isinstance(content, str | list):
             msg = f"messages[{i}].content is {content!r:.80}; give a string, text parts or null"
+            raise Refused(msg, param=f"messages[{i}].content")
+        if not all(isinstance(part.get("text"), str) for part in parts):
+            msg = f"messages[{i}].content has a text part without text; give each a string"
             raise Refused(msg, param=f"messages[{i}].content")
     return messages
 

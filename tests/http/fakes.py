@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import msgspec
@@ -33,8 +32,10 @@ from server_ext.core.tickets import TICKET_ID_PREFIX, verify
 from server_ext.engine.settings import EngineSettings
 from server_ext.http.conductor import Conductor
 from server_ext.http.plugin import BidiKVPlugin
+from tests.core.fakes import FakePool
 
-from ..core.fakes import FakePool
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
 
 MAX_MODEL_LEN = 2048
 BLOCK_SIZE = 32
@@ -168,6 +169,9 @@ class FakeEngine:
         """Return the arguments of all calls of an op."""
         return [arg for name, arg in self.ops if name == op]
 
+    def check_admission(self, num_sequences: int) -> None:
+        """Admit everything, as vLLM's engine client does by default."""
+
     async def is_tracing_enabled(self) -> bool:
         """Tell vLLM's serving that nothing is traced."""
         return False
@@ -199,10 +203,19 @@ class FakeEngine:
                     reason = ("stop" if is_eos or stop else "length") if is_last else None
                     text = detokenizer.get_next_output_text(is_last, is_delta)
                     piece = CompletionOutput(0, text, ids[-1:] if is_delta else ids, None, None, None, reason, stop)
-                    yield RequestOutput(request_id, None, list(prompt_ids), None, [piece], is_last, num_cached_tokens=0)
+                    yield RequestOutput(
+                        request_id,
+                        None,
+                        list(prompt_ids),
+                        None,
+                        [piece],
+                        is_last,
+                        num_cached_tokens=0,
+                        kv_transfer_params={"remote_host": "a secret host"} if is_last else None,
+                    )
                 if is_last:
                     break
-        except GeneratorExit:
+        except (GeneratorExit, asyncio.CancelledError):
             self.num_aborted += 1
             raise
         finally:
@@ -287,6 +300,12 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Let all other tasks run until a condition holds."""
+    while not condition():  # noqa: ASYNC110 - tasks of one loop, nothing to wait for but their turn
+        await asyncio.sleep(0)
+
+
 def turn_body(turn: int, text: str = "Hi", **fields: Any) -> dict[str, Any]:
     """Return the body of a turn with one user message."""
     return {"turn": turn, "messages": [{"role": "user", "content": text}], **fields}
@@ -332,6 +351,10 @@ class Caller:
         self.sent: list[dict[str, Any]] = []
         self._arrived = asyncio.Condition()
 
+    def replace_send(self, send: Callable[[dict[str, Any]], Any]) -> None:
+        """Put another end to the connection in place of `sent`."""
+        self._send = send  # type: ignore[method-assign]
+
     async def _send(self, message: dict[str, Any]) -> None:
         async with self._arrived:
             self.sent.append(message)
@@ -345,6 +368,12 @@ class Caller:
         """Wait until so many messages have come."""
         async with self._arrived:
             await self._arrived.wait_for(lambda: len(self.sent) >= num_messages)
+
+    def drop_last_piece(self) -> None:
+        """Never send the last piece of the body."""
+        kept = [self._incoming.get_nowait() for _ in range(self._incoming.qsize())]
+        for message in kept[:-1]:
+            self._incoming.put_nowait(message)
 
     def leave(self) -> None:
         """Close the connection."""
