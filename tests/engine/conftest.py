@@ -20,9 +20,6 @@ PLANS = {
             "provisional_ttl_s": 3.0,
             "default_ttl_s": 600.0,
         },
-        # Small steps, so that a test can meet P in the middle of a prefill.
-        prefill_args=("--max-num-batched-tokens", "64"),
-        env={"VLLM_SERVER_DEV_MODE": "1"},
         gated=True,
     ),
     # Readers keep 5 s in hand, so every ticket of this stack is too late.
@@ -31,6 +28,12 @@ PLANS = {
         api_keys=(ALICE, BOB),
     ),
 }
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """The SDK's background task is asyncio's."""
+    return "asyncio"
 
 
 @pytest.fixture(scope="session")

@@ -16,15 +16,16 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from server_ext.launch.command import Role, StackConfig
+from server_ext.launch.command import Role, StackConfig, kv_transfer_config
 from server_ext.launch.stack import Stack, ensure_secret, free_ports
 from server_ext.launch.tiny import TINY, ensure_tiny
 
@@ -33,6 +34,10 @@ MAX_MODEL_LEN = 1536
 # 128 blocks of 32 KiB (two layers, two heads), one of which is vLLM's null block.
 POOL_BYTES = 128 * 32 * 1024
 POOL_BLOCKS = 127
+PREFILL_PATH = "/bidikv/prefill"
+# Small, so that a test can meet P in the middle of a prefill.
+PREFILL_STEP_TOKENS = 16
+PREFILL_LEASE_S = 6
 
 # A machine with two cores that does other things as well may take long; nothing here waits for time to pass.
 DEADLINE_S = 60.0
@@ -57,8 +62,6 @@ class Plan:
 
     settings: dict[str, Any]
     api_keys: tuple[str, ...] = ()
-    prefill_args: tuple[str, ...] = ()
-    env: dict[str, str] = field(default_factory=dict)
     gated: bool = False
 
 
@@ -73,9 +76,12 @@ class Stacks:
 
     def get(self, name: str) -> Rig:
         """Return the named stack, ready and whole."""
-        if self._running is None or self._name != name:
+        if self._name != name:
             self.stop()
-            self._name, self._running = name, Rig.start(self._folder / name, self._plans[name])
+            self._name = name
+            self._running = Rig.start(self._folder / name, self._plans[name])
+        # One that did not start fails its first test with the reason; trying again for each would take hours.
+        assert self._running is not None, f"stack {name} did not start; see the first test that needed it"
         return self._running
 
     def stop(self) -> None:
@@ -93,8 +99,13 @@ class Rig:
         self.secret = secret
         self.api_keys = plan.api_keys
         self.gate_port = gate_port
-        self.decode = httpx.Client(base_url=stack.url, timeout=DEADLINE_S, trust_env=False)
-        self.prefill = httpx.Client(base_url=stack.prefill_url, timeout=DEADLINE_S, trust_env=False)
+        self.decode, self.prefill = (
+            # The engines close idle connections after 5 s: one that is about to be closed must not be used.
+            httpx.Client(
+                base_url=url, timeout=DEADLINE_S, trust_env=False, limits=httpx.Limits(keepalive_expiry=1.0)
+            )
+            for url in (stack.url, stack.prefill_url)
+        )
         self.threads = ThreadPoolExecutor(8)
         self.stopped: set[Role] = set()
         self.dead: set[Role] = set()
@@ -110,6 +121,7 @@ class Rig:
             # Nobody listens at the gate unless a test does; then D goes on to P itself.
             urls = [f"http://127.0.0.1:{port}" for port in (gate_port, prefill.http)]
             settings["prefill_urls"] = urls
+        prefill_args = ["--long-prefill-token-threshold", str(PREFILL_STEP_TOKENS)]
         config = StackConfig(
             model=str(ensure_tiny()),
             served_name=TINY,
@@ -122,9 +134,13 @@ class Rig:
             api_keys=plan.api_keys,
             fresh_prefill_salt=True,
             settings=settings,
-            extra_args={"prefill": plan.prefill_args},
-            extra_env=plan.env,
+            extra_env={"VLLM_SERVER_DEV_MODE": "1"},
         )
+        transfer = kv_transfer_config(config, "prefill")
+        # What D never comes for: P keeps it for half a minute by default.
+        transfer["kv_connector_extra_config"]["kv_lease_duration"] = PREFILL_LEASE_S
+        prefill_args += ["--kv-transfer-config", json.dumps(transfer)]
+        config = replace(config, extra_args={"prefill": tuple(prefill_args)})
         stack = Stack(config, folder)
         try:
             stack.start()
@@ -200,16 +216,6 @@ class Rig:
         self.decode.delete(f"/v1/sessions/{name}", headers=headers).raise_for_status()
         return opened.json()["bidikv"]["pool"]
 
-    def wait_for_end_of_turn(self, talk: Talk) -> None:
-        """Wait until D has noticed that a turn's client left."""
-
-        def is_over() -> bool:
-            # An old number: refused with the next one once no turn runs.
-            error = talk.post("turns", talk.request("?", turn=talk.num_turns)).json()["error"]
-            return error.get("expected_turn") == talk.num_turns + 1
-
-        eventually(is_over, f"end of the turn of session {talk.id}")
-
     def metric(self, role: Role, name: str) -> float:
         """Return a metric of one engine, summed over its labels; 0 where it has none yet."""
         client = self.prefill if role == "prefill" else self.decode
@@ -236,6 +242,11 @@ class Rig:
         """Return the text of token ids, special tokens as well."""
         body = {"model": TINY, "tokens": list(token_ids)}
         return self.prefill.post("/detokenize", json=body).raise_for_status().json()["prompt"]
+
+    def ids_of(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
+        body = {"model": TINY, "prompt": text, "add_special_tokens": False}
+        return self.prefill.post("/tokenize", json=body).raise_for_status().json()["tokens"]
 
     def recomputed(self, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
         """Return the tokens that stock vLLM generates on P behind a prompt, nothing of which is cached."""
@@ -370,6 +381,26 @@ class Talk:
         """Give the cache back."""
         return self.post("release").raise_for_status().json()["bidikv"]
 
+    def is_running(self) -> bool:
+        """Tell whether a turn of this session runs: an old number is refused for one of two reasons."""
+        error = self.post("turns", self.request("?", turn=self.num_turns)).json()["error"]
+        assert error["code"] == "turn_conflict"
+        return "retry_after_s" in error
+
+    def wait_until_idle(self) -> None:
+        """Wait until no turn runs, as after its client has left."""
+        eventually(lambda: not self.is_running(), f"end of the turn of session {self.id}")
+
+    @contextmanager
+    def asked(self, body: Mapping[str, Any]) -> Any:
+        """Send a turn, and leave without reading its reply when the block ends."""
+        url = self.rig.decode.base_url
+        with closing(HTTPConnection(url.host, url.port)) as connection:
+            headers = {**self.headers, "Content-Type": "application/json"}
+            connection.request("POST", f"/v1/sessions/{self.id}/turns", json.dumps(body), headers)
+            eventually(self.is_running, f"a running turn of session {self.id}")
+            yield
+
     def in_background(self, delta: Any, **options: Any) -> Future[Said]:
         """Run the next turn in a thread."""
         return self.rig.threads.submit(self.turn, delta, **options)
@@ -466,7 +497,7 @@ class Gate:
 
     def pass_on(self, body: Call) -> httpx.Response:
         """Call P with this body, as D would."""
-        return self._rig.prefill.post("/bidikv/prefill", json=body, headers=self.headers)
+        return self._rig.prefill.post(PREFILL_PATH, json=body, headers=self.headers)
 
     def __enter__(self) -> Gate:
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()

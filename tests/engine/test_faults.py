@@ -88,7 +88,7 @@ def test_a_ticket_is_for_one_read(rig: Rig) -> None:
 
     def twice(gate: Gate, call: Call) -> Any:
         assert gate.pass_on(call).json()["kv_transfer_params"]["bidikv"]["fetched_tokens"] > 0
-        return gate.pass_on(call)
+        return gate.pass_on({**call, "cache_salt": secrets.token_hex(8)})
 
     with Gate(rig, twice):
         said = talk.right_turn("And now?")
@@ -98,21 +98,22 @@ def test_a_ticket_is_for_one_read(rig: Rig) -> None:
 
 def test_a_read_whose_request_is_preempted(rig: Rig) -> None:
     """P preempts a request that has fetched, in the middle of its remaining prefill: it computes all, and is right."""
+    num_before = rig.metric("prefill", "vllm:num_preemptions_total")
+
+    def reset_often(gate: Gate, call: Call) -> Any:
+        passed = rig.threads.submit(gate.pass_on, call)
+        # One of them meets the prefill, which takes many steps; during the read they are refused.
+        for _ in range(8):
+            rig.prefill.post("/reset_prefix_cache", params={"reset_running_requests": True})
+        return passed.result()
+
     talk = rig.talk()
-    talk.right_turn(words(200))
-    before = rig.metric("prefill", "vllm:num_preemptions_total")
-
-    def is_preempted() -> bool:
-        # Refused while the read is under way, without effect before and after the prefill.
-        rig.prefill.post("/reset_prefix_cache", params={"reset_running_requests": True})
-        return rig.metric("prefill", "vllm:num_preemptions_total") > before
-
-    running = talk.in_background(words(900, "plums"))
-    eventually(lambda: is_preempted() or running.done(), "a preemption on P")
-    said = running.result()
-    assert rig.metric("prefill", "vllm:num_preemptions_total") == before + 1
+    talk.right_turn(words(120))
+    with Gate(rig, reset_often):
+        said = talk.right_turn(words(320, "plums"))
+    rig.step("prefill")
+    assert rig.metric("prefill", "vllm:num_preemptions_total") > num_before
     assert said.came == ("recomputed", "read_failed")
-    assert said.ids == rig.recomputed(said.prompt_ids, len(said.ids))
     talk.fetched_turn("And then?")
 
 
@@ -128,10 +129,9 @@ def test_a_prefill_that_is_given_up_during_its_read(rig: Rig) -> None:
         return gate.pass_on(call)
 
     with Gate(rig, hold):
-        body = talk.request("And now?", stream=True)
-        with rig.decode.stream("POST", f"/v1/sessions/{talk.id}/turns", json=body, headers=talk.headers):
+        with talk.asked(talk.request("And now?")):
             assert arrived.wait(60)
-        rig.wait_for_end_of_turn(talk)
+        talk.wait_until_idle()
         # P may still read: the blocks are spoken for, and said to be.
         assert talk.info()["pool"]["pending_ticket_blocks"] == talk.lease()["num_blocks"]
         go_on.set()

@@ -104,6 +104,6 @@ def test_the_first_token_leaves_before_the_last_is_made(rig: Rig) -> None:
     with rig.decode.stream("POST", f"/v1/sessions/{talk.id}/turns", json=body, headers=talk.headers) as response:
         lines = response.iter_lines()
         assert any('"content":"' in line and '"content":""' not in line for line in lines)
-    rig.wait_for_end_of_turn(talk)
+    talk.wait_until_idle()
     assert rig.metric("decode", "vllm:generation_tokens_total") - before < 1000
     talk.fetched_turn("Never mind.")
