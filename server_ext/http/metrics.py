@@ -39,6 +39,10 @@ logger = compat.init_logger("vllm.bidikv")
 _PATH = "/metrics"
 # Well below the 10 s that Prometheus waits by default, well above an idle engine's few milliseconds.
 _SCRAPE_TIMEOUT_S = 1.0
+_FAMILIES: dict[str, type[CounterMetricFamily | GaugeMetricFamily]] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+}
 
 
 class TurnMetrics:
@@ -148,13 +152,12 @@ class _Families(Collector):
     """A snapshot as the library's own objects."""
 
     def __init__(self, snapshot: Snapshot, *, age_s: float) -> None:
-        self._snapshot = {**snapshot, names.SNAPSHOT_AGE.name: [([], age_s)]}
+        self._snapshot: Snapshot = {**snapshot, names.SNAPSHOT_AGE.name: [([], age_s)]}
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """Yield every metric that the snapshot has and this version knows."""
         for metric in (*names.HOME, names.SNAPSHOT_AGE):
-            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-            family = kind(metric.name, metric.help, labels=metric.labels)
+            family = _FAMILIES[metric.kind](metric.name, metric.help, labels=metric.labels)
             for labels, value in self._snapshot.get(metric.name, []):
                 family.add_metric(labels, value)
             yield family

@@ -40,6 +40,7 @@ class BidiKVPlugin:
 
         Raises:
             ValueError: a bad setting.
+            Refused: the chat template cannot render a conversation as text.
         """
         if engine_client is None or engine_client.vllm_config.kv_transfer_config is None:
             return  # a render server, or an engine without a connector: the routes answer that this is no home
@@ -49,3 +50,4 @@ class BidiKVPlugin:
             return
         has_keys = bool(args.api_key or os.environ.get("VLLM_API_KEY"))
         state.bidikv_conductor = Conductor(engine_client, state.openai_serving_chat, settings, has_keys=has_keys)
+        await state.bidikv_conductor.check_template()

@@ -20,6 +20,7 @@ from bisect import bisect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from server_ext.engine.compat import ChatCompletionRequest
 from server_ext.http.errors import Refused, refused_by_vllm, vllm_errors
 
 if TYPE_CHECKING:
@@ -100,6 +101,20 @@ class TurnRenderer:
             token_ids = await self._tokenize(whole) if continued is None else continued
         self._check_length(request, len(token_ids))
         return Prompt(token_ids, exact=continued is not None, text_hash=_hash(whole))
+
+    async def appends(self) -> bool:
+        """Tell whether the model's chat template only ever appends, so that plain turns continue exactly.
+
+        Raises:
+            Refused: the template renders no text, or fails on the plainest conversation.
+        """
+        asked = [{"role": "user", "content": "."}]
+        replied = [*asked, {"role": "assistant", "content": _MARK}]
+        with vllm_errors():
+            params = self._chat_params(ChatCompletionRequest(messages=asked))
+            prompt_hash = _hash(await self._text(asked, params))
+            history = History(replied, token_ids=array("i", [0]), pending_text="", prompt_hash=prompt_hash)
+            return await self._continue(await self._text([*replied, *asked], params), history, params) is not None
 
     def reply_ids(self, token_ids: Sequence[int], text: str, *, skip_special_tokens: bool) -> tuple[int, str]:
         """Find how many of a reply's generated ids its text contains.

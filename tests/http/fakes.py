@@ -7,7 +7,6 @@ a pool that counts references.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -378,11 +377,3 @@ class Caller:
     def leave(self) -> None:
         """Close the connection."""
         self._incoming.put_nowait({"type": "http.disconnect"})
-
-
-@contextlib.contextmanager
-def expect_no_leak(stack: Stack):
-    """Verify that the block leaves no reference behind."""
-    before = stack.num_pinned
-    yield
-    assert stack.num_pinned == before

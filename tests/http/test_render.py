@@ -149,6 +149,12 @@ def test_a_template_that_appends_continues_exactly(tell, name, text):
     verify_continues(told, told.next_prompt())
 
 
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_the_check_at_start_tells_which_templates_append(make_turn, name):
+    """A plain conversation shows whether sessions of this model continue exactly; reasoning may still be stripped."""
+    assert asyncio.run(make_turn(name).appends()) == (name in {*APPENDING, "thinking"})
+
+
 @pytest.mark.parametrize("name", ["counting", "endless"])
 def test_a_template_that_does_not_append_is_rendered_afresh(tell, name):
     """Where the history is rewritten, or a reply's end cannot be told, the whole prompt comes from the template."""
@@ -166,9 +172,10 @@ def test_reasoning_that_the_template_strips_leaves_the_prompt(tell, name):
     assert prompt.token_ids != told.history.token_ids[: len(prompt.token_ids)]
 
 
-def test_what_the_prompt_added_and_the_history_lacks_leaves_the_prompt(tell):
+@pytest.mark.parametrize("said", ["Hello.", ""])
+def test_what_the_prompt_added_and_the_history_lacks_leaves_the_prompt(tell, said):
     """A template that opens the reasoning in the prompt alone is rendered afresh, also where nothing was thought."""
-    told = tell("forgetful", "Hello.")
+    told = tell("forgetful", said)
     verify_rendered_afresh(told, told.next_prompt())
 
 
