@@ -6,21 +6,27 @@ which step to take, and only it calls this module.
 """
 
 from array import array
-from collections import Counter
+from collections import OrderedDict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Literal
 
 from bidikv_sdk.prefix import common_prefix_length, num_blocks
 
+from . import metrics
 from .deadlines import Deadlines
+from .journal import log_transition
 from .ledger import BlockLedger
 from .records import Key, Lease, Slot, Ticket, Turn
 
 if TYPE_CHECKING:
     from bidikv_sdk.wire import LeaseState, Reason
 
+    from .journal import Transition
     from .ports import BlockPins
     from .settings import HomeSettings
+
+# Only readers that are very late are compared with these.
+_MAX_EXPIRED_TICKETS: Final = 1000
 
 
 class Holdings:
@@ -32,15 +38,36 @@ class Holdings:
         self.leases: dict[Key, Lease] = {}
         self.turns: dict[str, Turn] = {}
         self.tickets: dict[str, Ticket] = {}
-        self.counters: Counter[str] = Counter()
+        self.counts = metrics.Counts()
+        self.expired_tickets: OrderedDict[str, float] = OrderedDict()
+        """When the blocks of the last tickets that were not returned in time were given back."""
         self._deadlines: Deadlines[Lease | Ticket | Turn] = Deadlines()
         self._block_size = block_size
+        self._num_provisional = 0
+        self._block_seconds = metrics.BlockSeconds()
         self._max_leased = int(pins.num_total_blocks() * settings.budget_fraction)
         self._max_tenant_leased = int(self._max_leased * settings.tenant_share)
 
     def pins_of_turns(self) -> Iterator[Lease]:
         """Iterate the provisional leases."""
         return (turn.pin for turn in self.turns.values() if turn.pin is not None)
+
+    def revocable(self) -> Iterator[Lease]:
+        """Iterate what gives way to requests: leases and provisional ones."""
+        yield from self.leases.values()
+        yield from self.pins_of_turns()
+
+    def num_blocks_by_holder(self) -> dict[str, int]:
+        """Return how many blocks leases, provisional pins and tickets hold; each counts for itself."""
+        return {
+            "lease": self.ledger.num_leased_blocks,
+            "provisional": self._num_provisional,
+            "ticket": self.ledger.num_ticketed_blocks,
+        }
+
+    def block_seconds_by_holder(self) -> dict[str, float]:
+        """Return the blocks that each held, times how long, up to the last sweep."""
+        return self._block_seconds.totals
 
     # ---------------------------------------------------------------- turns and their pins
 
@@ -62,6 +89,7 @@ class Holdings:
     def put_pin(self, turn: Turn, pin: Lease) -> None:
         """Pin the blocks of a turn that has no pin."""
         self.ledger.pin(pin.block_ids)
+        self._num_provisional += len(pin.block_ids)
         self._deadlines.schedule(pin)
         turn.pin, turn.pin_reason = pin, None
 
@@ -70,8 +98,9 @@ class Holdings:
         if turn.pin is not None:
             self._deadlines.drop(turn.pin)
             self.ledger.unpin(turn.pin.block_ids)
+            self._num_provisional -= len(turn.pin.block_ids)
             turn.pin, turn.pin_reason = None, reason
-            self.counters["pins_dropped"] += 1
+            self.counts.add(metrics.DROPPED_PINS)
 
     # ---------------------------------------------------------------- leases
 
@@ -83,6 +112,7 @@ class Holdings:
         pin, turn.pin = turn.pin, None
         assert pin is not None  # noqa: S101 (the caller's promise)
         self._deadlines.drop(pin)
+        self._num_provisional -= len(pin.block_ids)
         num_tokens = min(num_tokens, pin.num_tokens)
         wanted_ids = pin.block_ids[: num_blocks(num_tokens, self._block_size)]
         granted_ids = self._supersede(pin.key, wanted_ids)
@@ -92,7 +122,10 @@ class Holdings:
         slot.state, slot.reason = ("active" if granted_ids else "none"), turn.pin_reason
         if len(granted_ids) < len(wanted_ids):
             slot.reason = "over_budget"
-            self.counters[f"leases_{'clipped' if granted_ids else 'rejected'}:over_budget"] += 1
+            self.counts.add(metrics.CLIPS if granted_ids else metrics.REJECTIONS, "over_budget")
+            log_transition(
+                "clip" if granted_ids else "reject", pin.key, num_blocks=len(granted_ids), reason="over_budget"
+            )
         if granted_ids:
             num_tokens = min(num_tokens, len(granted_ids) * self._block_size)
             held_ids = pin.token_ids[:num_tokens]
@@ -109,7 +142,8 @@ class Holdings:
             )
             self.leases[pin.key] = lease
             self._deadlines.schedule(lease)
-            self.counters["leases_granted"] += 1
+            self.counts.add(metrics.GRANTS)
+            log_transition("grant", pin.key, num_blocks=len(granted_ids), reason=slot.reason)
 
     def _supersede(self, key: Key, wanted_ids: "array[int]") -> "array[int]":
         """Charge pinned blocks in place of the session's lease; return those that the budgets allow."""
@@ -129,7 +163,8 @@ class Holdings:
         if old is not None:
             self._deadlines.drop(old)
             self.ledger.unpin(old_ids)
-            self.counters["leases_superseded"] += 1
+            self.counts.add(metrics.SUPERSEDES)
+            log_transition("supersede", key, num_blocks=len(old_ids))
         return wanted_ids[:num_granted]
 
     def renew(self, key: Key, ttl_s: float | None, *, now_s: float) -> None:
@@ -137,7 +172,8 @@ class Holdings:
         lease = self.leases.get(key)
         if lease is not None:
             lease.due_s = max(lease.due_s, now_s + (lease.ttl_s if ttl_s is None else ttl_s))
-            self.counters["leases_renewed"] += 1
+            self.counts.add(metrics.RENEWALS)
+            log_transition("renew", key, num_blocks=len(lease.block_ids))
 
     def end_lease(self, key: Key, state: "LeaseState", reason: "Reason") -> None:
         """Give a live lease back."""
@@ -146,26 +182,37 @@ class Holdings:
         self.ledger.credit(key[0], lease.block_ids)
         self.ledger.unpin(lease.block_ids)
         slot.state, slot.reason = state, reason
-        self.counters[f"leases_ended:{reason}"] += 1
+        if state == "revoked":
+            self.counts.add(metrics.REVOCATIONS, reason)
+            transition: Transition = "revoke" if reason == "lease_revoked" else "reset"
+        elif state == "expired":
+            self.counts.add(metrics.EXPIRIES)
+            transition = "expire"
+        else:
+            self.counts.add(metrics.RELEASES)
+            transition = "release"
+        log_transition(transition, key, num_blocks=len(lease.block_ids), reason=reason)
 
     def clip(self, lease: Lease, num_kept: int) -> None:
         """Take the blocks behind the first `num_kept` from a lease or a pin, under memory pressure."""
         slot = self.slots[lease.key]
         clipped_ids = lease.block_ids[num_kept:]
-        self.counters["blocks_revoked"] += len(clipped_ids)
+        self.counts.add(metrics.REVOKED_BLOCKS, amount=len(clipped_ids))
         if lease.is_provisional:
             assert slot.turn is not None  # noqa: S101 (a pin ends with its turn)
             slot.turn.pin_reason = "lease_revoked"
             if num_kept == 0:
                 self.drop_pin(slot.turn, "lease_revoked")
                 return
+            self._num_provisional -= len(clipped_ids)
         elif num_kept == 0:
             self.end_lease(lease.key, "revoked", "lease_revoked")
             return
         else:
             slot.reason = "lease_revoked"
             self.ledger.credit(lease.key[0], clipped_ids)
-            self.counters["leases_clipped:lease_revoked"] += 1
+            self.counts.add(metrics.CLIPS, "lease_revoked")
+            log_transition("clip", lease.key, num_blocks=num_kept, reason="lease_revoked")
         self.ledger.unpin(clipped_ids)
         del lease.block_ids[num_kept:]
         lease.num_tokens = min(lease.num_tokens, num_kept * self._block_size)
@@ -178,19 +225,23 @@ class Holdings:
         self._deadlines.schedule(ticket)
         self.tickets[ticket.ticket_id] = ticket
         turn.ticket_id = ticket.ticket_id
-        self.counters["tickets_opened"] += 1
+        self.counts.add(metrics.TICKETS, "opened")
 
-    def end_ticket(self, ticket: Ticket, how: str) -> None:
+    def end_ticket(self, ticket: Ticket, event: Literal["returned", "expired"]) -> None:
         """Give an open ticket's references back."""
         del self.tickets[ticket.ticket_id]
         self._deadlines.drop(ticket)
         self.ledger.close_ticket(ticket.block_ids)
-        self.counters[f"tickets_{how}"] += 1
+        self.counts.add(metrics.TICKETS, event)
 
     # ---------------------------------------------------------------- time
 
     def sweep(self, *, now_s: float) -> int:
-        """End everything that is due, wherever it stands; return how many ended."""
+        """End everything that is due, wherever it stands; return how many ended.
+
+        Also what tells the clock: nothing changes at a time that it was not told.
+        """
+        self._block_seconds.advance(self.num_blocks_by_holder(), now_s=now_s)
         num_ended = 0
         while (item := self._deadlines.pop_due(now_s=now_s)) is not None:
             num_ended += self._expire(item)
@@ -199,9 +250,12 @@ class Holdings:
     def _expire(self, item: Lease | Ticket | Turn) -> bool:
         if isinstance(item, Ticket):
             self.end_ticket(item, "expired")
+            self.expired_tickets[item.ticket_id] = item.due_s
+            if len(self.expired_tickets) > _MAX_EXPIRED_TICKETS:
+                self.expired_tickets.popitem(last=False)
         elif isinstance(item, Turn):
             self.close_turn(item)
-            self.counters["turns_timed_out"] += 1
+            self.counts.add(metrics.TURN_TIMEOUTS)
         elif (turn := self.slots[item.key].turn) is None:
             self.end_lease(item.key, "expired", "lease_expired")
         elif item.is_provisional:

@@ -15,19 +15,23 @@ from typing import TYPE_CHECKING, Any
 
 from bidikv_sdk.wire import SessionInfo
 
+from . import snapshot
 from .errors import HomeError, SessionNotFound
+from .gaps import GapModel
 from .leases import LeaseTable
 from .ops import read_arg
+from .policy import LeastValueFirst, RevocationOrder, least_remaining_first
+from .rates import ConstantRates
 from .sessions import SessionTable
 from .tickets import TICKET_ID_PREFIX, build_ticket
 
 if TYPE_CHECKING:
     from array import array
-    from collections import Counter
 
     from bidikv_sdk.wire import Reason
 
     from .ports import BlockPins
+    from .rates import Rates
     from .records import Begun, Key, Ticket
     from .settings import HomeSettings
 
@@ -44,9 +48,11 @@ class Home:
         secret: signs tickets; shared with the readers.
         make_address: the transport's fields of a ticket (see `tickets.build_ticket`), from its deadline.
         new_nonce: mints a random name that nobody can guess.
+        block_bytes: memory of one block, for the metrics; 0 where nobody asks.
+        rates: what computing and fetching take.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (what an engine is and provides)
         self,
         pins: "BlockPins",
         settings: "HomeSettings",
@@ -57,19 +63,28 @@ class Home:
         secret: bytes,
         make_address: Callable[[float], Mapping[str, Any]],
         new_nonce: Callable[[], str],
+        block_bytes: int = 0,
+        rates: "Rates | None" = None,
     ) -> None:
         self.incarnation = incarnation
         self._secret = secret
         self._make_address = make_address
         self._new_nonce = new_nonce
+        self._block_bytes = block_bytes
+        self._gaps = GapModel(max_sessions=settings.max_sessions)
+        order: RevocationOrder = least_remaining_first
+        if settings.revocation == "value":
+            rates = rates if rates is not None else ConstantRates()
+            order = LeastValueFirst(self._gaps, rates, pins.num_references, block_size=block_size)
         self._leases = LeaseTable(
             pins,
             settings,
             block_size=block_size,
             max_request_blocks=max_request_blocks,
             new_ticket_id=lambda: TICKET_ID_PREFIX + new_nonce(),
+            order=order,
         )
-        self._sessions = SessionTable(settings, on_drop=lambda key, now_s: self._leases.forget(key, now_s=now_s))
+        self._sessions = SessionTable(settings, on_drop=self._forget)
         # Closed on purpose: what comes in names an operation, never an attribute.
         self._ops: dict[str, Callable[..., dict[str, Any]]] = {
             "open": self.open,
@@ -83,6 +98,7 @@ class Home:
             "end": self.end,
             "get": self.get,
             "list": self.list_sessions,
+            "metrics": self.metrics,
         }
 
     def handle(self, op: str, arg: Any, *, now_s: float) -> dict[str, Any]:
@@ -157,6 +173,7 @@ class Home:
             self._leases.abandon(nonce, return_ticket=True, now_s=now_s)
             self._sessions.cancel_turn(nonce, now_s=now_s)
             raise
+        self._gaps.began(key, now_s=now_s)
         return {
             "info": self._info(key, now_s=now_s),
             "reply": None,
@@ -179,17 +196,20 @@ class Home:
         chunk: bytes,
         reply: bytes,
         ttl_s: Any,
+        ended_by: str = "stop",
         now_s: float,
     ) -> dict[str, Any]:
         """Append a finished turn to its session, and make what it pinned the session's lease.
 
         `token_ids` are all ids of the history with this turn, of which the answer kept `num_tokens_kept`;
-        `chunk` is its part of the transcript, and `reply` what a repetition gets.
+        `chunk` is its part of the transcript, and `reply` what a repetition gets. `ended_by` is `tool:<name>` where
+        the reply calls a tool, else a finish reason: it tells how soon the next turn may come.
         """
         ttl_s = self._leases.checked_ttl_s(ttl_s)
         # The record first: it cannot fail behind this line, and dropping others for it frees budget.
         session = self._sessions.complete_turn(nonce, token_ids, chunk, reply, now_s=now_s)
         self._leases.settle(nonce, num_tokens_kept, ttl_s=ttl_s, now_s=now_s, token_ids=token_ids)
+        self._gaps.ended(session.key, ended_by, now_s=now_s)
         return {"info": self._info(session.key, now_s=now_s)}
 
     def abandon(self, *, nonce: str, return_ticket: bool, now_s: float) -> dict[str, Any]:
@@ -197,9 +217,12 @@ class Home:
         self._leases.abandon(nonce, return_ticket=return_ticket, now_s=now_s)
         return {"was_open": self._sessions.cancel_turn(nonce, now_s=now_s)}
 
-    def return_ticket(self, *, ticket_id: str, now_s: float) -> dict[str, Any]:
-        """End a ticket whose reader is done; the result is `was_open` alone. Idempotent."""
-        return {"was_open": self._leases.return_ticket(ticket_id, now_s=now_s)}
+    def return_ticket(self, *, ticket_id: str, now_s: float, read_age_s: float | None = None) -> dict[str, Any]:
+        """End a ticket whose reader is done; the result is `was_open` alone. Idempotent.
+
+        `read_age_s` tells how long ago, at least, a read that was used had ended; None where none was used.
+        """
+        return {"was_open": self._leases.return_ticket(ticket_id, now_s=now_s, read_age_s=read_age_s)}
 
     # ---------------------------------------------------------------- operations: the owner
 
@@ -251,6 +274,12 @@ class Home:
             ]
         }
 
+    def metrics(self, *, now_s: float) -> dict[str, Any]:
+        """Return `metrics.HOME`, true at this moment, as `{"metrics": {name: [[label values, value], …]}}`."""
+        self.sweep(now_s=now_s)
+        leases = self._leases.snapshot(now_s=now_s, block_bytes=self._block_bytes)
+        return {"metrics": leases | snapshot.of_sessions(self._sessions)}
+
     # ---------------------------------------------------------------- the scheduler's thread
 
     def finish(
@@ -271,20 +300,19 @@ class Home:
         """Return how many blocks revoking could free, as `LeaseTable.num_reclaimable`."""
         return self._leases.num_reclaimable(now_s=now_s, limit=limit)
 
-    def revoke(self, num_blocks: int, *, now_s: float) -> int:
+    def revoke(self, num_blocks: int, *, now_s: float, all_or_nothing: bool = False) -> int:
         """Free blocks for requests, as `LeaseTable.revoke`."""
-        return self._leases.revoke(num_blocks, now_s=now_s)
+        return self._leases.revoke(num_blocks, now_s=now_s, all_or_nothing=all_or_nothing)
 
     def release_all(self, reason: "Reason", *, now_s: float) -> bool:
         """Drop every lease unless tickets are open, as `LeaseTable.release_all`."""
         return self._leases.release_all(reason, now_s=now_s)
 
-    @property
-    def counters(self) -> "Counter[str]":
-        """Events since start, as `LeaseTable.counters`."""
-        return self._leases.counters
-
     # ---------------------------------------------------------------- steps
+
+    def _forget(self, key: "Key", now_s: float) -> None:
+        self._leases.forget(key, now_s=now_s)
+        self._gaps.forget(key)
 
     def _info(self, key: "Key", *, now_s: float) -> dict[str, Any]:
         session = self._sessions.get(key)

@@ -17,17 +17,18 @@ from typing import TYPE_CHECKING, Any, Final
 from bidikv_sdk.prefix import common_prefix_length, num_blocks
 from bidikv_sdk.wire import LeaseInfo, PoolInfo
 
+from . import snapshot
 from .errors import InvalidRequest, LeaseLost, TurnConflict
 from .holdings import Holdings
+from .metrics import STALE_READS, TICKET_REFUSALS
 from .policy import RevocationOrder, least_remaining_first
 from .records import Begun, Key, Lease, Slot, Ticket, Turn
-from .revocation import plan_revocation
+from .revocation import count_reclaimable, plan_revocation
 
 if TYPE_CHECKING:
-    from collections import Counter
-
     from bidikv_sdk.wire import Reason
 
+    from .metrics import Counts, Snapshot
     from .ports import BlockPins
     from .settings import HomeSettings
 
@@ -121,11 +122,11 @@ class LeaseTable:
         reason: Reason | None = None
         if num_tokens < self._settings.min_fetch_tokens:
             reason = "below_threshold"
-        elif self._held.ledger.num_ticketed_with(block_ids) > self._max_ticketed:
+        elif not self._held.ledger.can_ticket(block_ids, max_ticketed=self._max_ticketed):
             # Tickets cannot be revoked: all of them together must leave room for the longest request.
             reason = "over_budget"
         if reason is not None:
-            self._held.counters[f"tickets_refused:{reason}"] += 1
+            self._held.counts.add(TICKET_REFUSALS, reason)
             return None, reason
         deadline_s = now_s + self._settings.ticket_ttl_s
         ticket = Ticket(
@@ -239,11 +240,21 @@ class LeaseTable:
             self.return_ticket(turn.ticket_id, now_s=now_s)
         return True
 
-    def return_ticket(self, ticket_id: str, *, now_s: float) -> bool:
-        """End a ticket whose reader is done; return whether it was open (idempotent)."""
+    def return_ticket(self, ticket_id: str, *, now_s: float, read_age_s: float | None = None) -> bool:
+        """End a ticket whose reader is done; return whether it was open (idempotent).
+
+        Args:
+            ticket_id: of `begin`.
+            now_s: monotonic seconds.
+            read_age_s: how long ago the reader ended a read that it used, at least; None where it used none. One
+                that ended when the blocks could have been given away is counted as stale.
+        """
         self._held.sweep(now_s=now_s)
         ticket = self._held.tickets.get(ticket_id)
         if ticket is None:
+            given_back_s = self._held.expired_tickets.pop(ticket_id, math.inf)
+            if read_age_s is not None and now_s - read_age_s >= given_back_s:
+                self._held.counts.add(STALE_READS)
             return False
         self._held.end_ticket(ticket, "returned")
         return True
@@ -309,22 +320,29 @@ class LeaseTable:
         Pass a limit where enough is enough: without one every leased block is looked at.
         """
         self._held.sweep(now_s=now_s)
-        return self._held.ledger.num_reclaimable(limit=limit)
+        return count_reclaimable(self._held.revocable(), self._pins.num_references, limit=limit)
 
-    def revoke(self, num_blocks: int, *, now_s: float) -> int:
-        """Free `num_blocks` blocks if leases hold as many that nobody else does, else all of those.
+    def revoke(self, num_blocks: int, *, now_s: float, all_or_nothing: bool = False) -> int:
+        """Free `num_blocks` blocks if leases hold as many that nobody else does, else all of those, or none.
 
         What has expired goes first, then leases by the order, those of open turns, and provisional pins at
-        last; each is clipped from its tail, by as little as does. Returns how many blocks became free.
+        last; each is clipped from its tail, by as little as does. Returns how many blocks became free. With
+        `all_or_nothing` no lease is touched where that would not do; what has expired goes all the same.
         """
         num_free_before = self._pins.num_free_blocks()
         self._held.sweep(now_s=now_s)
         num_missing = num_blocks - (self._pins.num_free_blocks() - num_free_before)
-        if num_missing > 0:
+        if num_missing > 0 and (not all_or_nothing or self._can_revoke(num_missing, now_s=now_s)):
             victims = self._victims(now_s=now_s)
             for lease, num_kept in plan_revocation(victims, num_missing, self._pins.num_references):
                 self._held.clip(lease, num_kept)
         return self._pins.num_free_blocks() - num_free_before
+
+    def _can_revoke(self, num_blocks: int, *, now_s: float) -> bool:
+        # The first comparison is O(1): what a request can never get is asked for again at every step.
+        held = self._held.num_blocks_by_holder()
+        may_suffice = held["lease"] + held["provisional"] >= num_blocks
+        return may_suffice and self.num_reclaimable(now_s=now_s, limit=num_blocks) == num_blocks
 
     def _victims(self, *, now_s: float) -> Iterator[Lease]:
         in_use = []
@@ -368,8 +386,7 @@ class LeaseTable:
 
     def holdings(self) -> Iterator[Lease | Ticket]:
         """Iterate everything that holds references: leases, provisional pins, open tickets. Change none."""
-        yield from self._held.leases.values()
-        yield from self._held.pins_of_turns()
+        yield from self._held.revocable()
         yield from self._held.tickets.values()
 
     @property
@@ -378,9 +395,19 @@ class LeaseTable:
         return self._held.ledger.num_leased_blocks
 
     @property
-    def counters(self) -> "Counter[str]":
-        """Events since start, for metrics; `event:reason` where a reason tells them apart."""
-        return self._held.counters
+    def counts(self) -> "Counts":
+        """Events since the start."""
+        return self._held.counts
+
+    def snapshot(self, *, now_s: float, block_bytes: int) -> "Snapshot":
+        """Return the metrics of leases, tickets and blocks, true at this moment.
+
+        Args:
+            now_s: monotonic seconds.
+            block_bytes: memory of one block.
+        """
+        self._held.sweep(now_s=now_s)
+        return snapshot.of_leases(self._held, self._pins, block_bytes=block_bytes)
 
     def checked_ttl_s(self, ttl_s: Any) -> float:
         """Return a caller's ttl, cut to the maximum; None is the default.

@@ -32,6 +32,13 @@ def count(name: str, value: Any) -> int:
     raise _wrong(name, value, "an integer, 0 or more")
 
 
+def seconds(name: str, value: Any) -> float:
+    """Read a number of seconds that is not negative."""
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
+        return float(value)
+    raise _wrong(name, value, "a number of seconds, 0 or more")
+
+
 def flag(name: str, value: Any) -> bool:
     """Read a boolean."""
     if isinstance(value, bool):
@@ -93,14 +100,16 @@ OPS: Final[Mapping[str, Mapping[str, Reader]]] = MappingProxyType(
             "chunk": data,
             "reply": data,
             "ttl_s": anything,
+            "ended_by": optional(text, "stop"),
         },
         "abandon": {"nonce": text, "return_ticket": flag},
-        "return_ticket": {"ticket_id": text},
+        "return_ticket": {"ticket_id": text, "read_age_s": optional(seconds, None)},
         "extend": {**_KEY, "ttl_s": anything},
         "release": _KEY,
         "end": _KEY,
         "get": _KEY,
         "list": {"tenant": optional(text, None)},
+        "metrics": {},
     }
 )
 """Every operation, and the fields of its argument."""

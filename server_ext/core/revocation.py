@@ -1,4 +1,7 @@
-"""Plans a revocation: the fewest blocks, from the tails of leases, that free as many as are needed."""
+"""Plans a revocation: the fewest blocks, from the tails of leases, that free as many as are needed.
+
+`count_reclaimable` is the question, `plan_revocation` the answer; both change nothing.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -39,3 +42,24 @@ def plan_revocation(
         for victim in visited
     )
     return [(victim, num_kept) for victim, num_kept in ends if num_kept is not None]
+
+
+def count_reclaimable(
+    leases: Iterable[Lease], num_references: Callable[[int], int], *, limit: int | None = None
+) -> int:
+    """Return how many blocks nothing but these leases holds; counts no further than `limit`.
+
+    Args:
+        leases: all that give way.
+        num_references: all references on a block.
+        limit: where enough is enough; None for an exact count, which looks at every block.
+    """
+    num_ours: Counter[int] = Counter()
+    num_freed = 0
+    for lease in leases:
+        for block_id in lease.block_ids:
+            if limit is not None and num_freed >= limit:
+                return num_freed
+            num_ours[block_id] += 1
+            num_freed += num_ours[block_id] == num_references(block_id)
+    return num_freed

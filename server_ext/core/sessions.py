@@ -90,6 +90,11 @@ class SessionTable:
         yield from self._idle.values()
 
     @property
+    def num_running(self) -> int:
+        """Sessions whose turn runs."""
+        return len(self._running)
+
+    @property
     def num_bytes(self) -> int:
         """What all records take, about."""
         return self._num_bytes

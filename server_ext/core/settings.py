@@ -3,9 +3,12 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from bidikv_sdk.wire import ROUTES, Route
+
+Revocation: TypeAlias = Literal["value", "least_remaining"]
+REVOCATIONS: Final[tuple[Revocation, ...]] = get_args(Revocation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +41,8 @@ class HomeSettings:
     """Most sessions kept; the one that was idle longest makes room for a new one."""
     max_session_bytes: int = 1 << 30
     """Most bytes that all sessions together take (token ids, transcripts, last replies)."""
+    revocation: Revocation = "value"
+    """Whose lease requests take blocks from first: the one of least value per block, or of least remaining time."""
     default_route: Route = "fetch"
     """The way of a turn whose caller asks for none."""
     min_fetch_tokens: int = 64
@@ -106,6 +111,7 @@ _RULES: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "session_retention_s": _DURATION,
     "max_sessions": (_is_positive_count, "a whole number above 0"),
     "max_session_bytes": (_is_positive_count, "a whole number of bytes above 0"),
+    "revocation": (lambda value: value in REVOCATIONS, f"one of {', '.join(REVOCATIONS)}"),
     "default_route": (lambda value: value in ROUTES, f"one of {', '.join(ROUTES)}"),
     "min_fetch_tokens": (_is_count, "a whole number of tokens, 0 or more"),
 }

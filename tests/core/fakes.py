@@ -6,6 +6,7 @@ from collections import Counter, OrderedDict
 
 from server_ext.core.home import Home
 from server_ext.core.leases import LeaseTable
+from server_ext.core.policy import least_remaining_first
 from server_ext.core.ports import BlockPins
 from server_ext.core.settings import HomeSettings
 
@@ -78,7 +79,7 @@ def make_settings(**changes) -> HomeSettings:
     return HomeSettings(**{"budget_fraction": 1.0, "min_fetch_tokens": 1} | changes)
 
 
-def make_table(pool: FakePool, *, max_request_blocks: int = 8, **changes) -> LeaseTable:
+def make_table(pool: FakePool, *, max_request_blocks: int = 8, order=least_remaining_first, **changes) -> LeaseTable:
     """Return a table over `pool` whose ticket ids are t0, t1 and so on."""
     return LeaseTable(
         pool,
@@ -86,10 +87,13 @@ def make_table(pool: FakePool, *, max_request_blocks: int = 8, **changes) -> Lea
         block_size=BLOCK_SIZE,
         max_request_blocks=max_request_blocks,
         new_ticket_id=map("t{}".format, itertools.count()).__next__,
+        order=order,
     )
 
 
-def make_home(pool: FakePool, *, max_request_blocks: int = 8, make_address=None, **changes) -> Home:
+def make_home(
+    pool: FakePool, *, max_request_blocks: int = 8, make_address=None, block_bytes: int = 0, **changes
+) -> Home:
     """Return a home over `pool` whose nonces are n0, n1 and so on."""
     return Home(
         pool,
@@ -100,6 +104,7 @@ def make_home(pool: FakePool, *, max_request_blocks: int = 8, make_address=None,
         secret=SECRET,
         make_address=make_address or address_until,
         new_nonce=map("n{}".format, itertools.count()).__next__,
+        block_bytes=block_bytes,
     )
 
 

@@ -314,7 +314,7 @@ def test_the_scheduler_sweeps_revokes_and_releases():
     assert home.num_reclaimable(now_s=0) == 5
     assert home.num_reclaimable(now_s=0, limit=3) == 3
     assert home.revoke(2, now_s=0) == 2
-    assert home.counters["blocks_revoked"] == 2
+    assert home.handle("metrics", {}, now_s=0)["metrics"]["bidikv_revoked_blocks_total"] == [([], 2)]
     assert home.release_all("reset", now_s=0)
     assert home.handle("get", KEY, now_s=0)["info"]["lease"]["reason"] == "reset"
     run_turn(home, pool, turn=2, ids=some_ids(18))
@@ -339,6 +339,16 @@ def test_the_scheduler_sweeps_revokes_and_releases():
         ("get", KEY | {"tenant": b"t"}, "tenant is bytes: give a string"),
         ("load", KEY | {"turn": True}, "turn is bool: give an integer, 0 or more"),
         ("load", KEY | {"turn": -1}, "turn is int: give an integer, 0 or more"),
+        (
+            "return_ticket",
+            {"ticket_id": "t", "read_age_s": -1},
+            "read_age_s is int: give a number of seconds, 0 or more",
+        ),
+        (
+            "settle",
+            {"nonce": "n", "num_tokens_kept": 0, "token_ids": b"", "chunk": b"", "reply": b"", "ended_by": 7},
+            "ended_by is int: give a string",
+        ),
         ("open", KEY | {"replace": 1}, "replace is int: give true or false"),
         ("open", KEY | {"chunk": "text"}, "chunk is str: give bytes"),
         ("abandon", {"nonce": "n", "return_ticket": None}, "return_ticket is missing"),

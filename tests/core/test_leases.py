@@ -3,6 +3,7 @@
 import pytest
 
 from server_ext.core.errors import InvalidRequest, LeaseLost, TurnConflict
+from server_ext.core.metrics import CLIPS, REJECTIONS, STALE_READS, TICKET_REFUSALS, TICKETS, TURN_TIMEOUTS
 
 from .fakes import (
     ALICE,
@@ -110,7 +111,7 @@ def test_too_few_tokens_are_not_worth_a_ticket():
     assert begin(table, ALICE, some_ids(9), now_s=1, nonce="c").ticket is not None
     begun = begin(table, BOB, some_ids(12), now_s=1, nonce="d")
     assert (begun.ticket, begun.ticket_reason) == (None, "below_threshold")
-    assert table.counters["tickets_refused:below_threshold"] == 1
+    assert table.counts.get(TICKET_REFUSALS, "below_threshold") == 1
 
 
 def test_tickets_leave_room_for_the_longest_request():
@@ -168,7 +169,7 @@ def test_a_lease_that_has_long_to_live_outlasts_a_turn_that_timed_out():
     begin(table, ALICE, some_ids(8), now_s=1, want_ticket=False)
     assert table.sweep(now_s=11) == 1
     assert table.info(ALICE, now_s=11).remaining_s == 40
-    assert table.counters["turns_timed_out"] == 1
+    assert table.counts.get(TURN_TIMEOUTS) == 1
     assert table.sweep(now_s=51) == 1
 
 
@@ -367,7 +368,7 @@ def test_over_the_budget_a_lease_is_clipped_to_whole_blocks():
     info = run_turn(table, pool, BOB, some_ids(18, seed=1), now_s=0, nonce="b")
     assert (info.state, info.num_blocks, info.num_tokens, info.reason) == ("active", 3, 12, "over_budget")
     assert table.num_leased_blocks == 10
-    assert table.counters["leases_clipped:over_budget"] == 1
+    assert table.counts.get(CLIPS, "over_budget") == 1
     verify_references(table, pool)
 
 
@@ -379,7 +380,7 @@ def test_over_the_budget_a_lease_is_rejected():
     info = run_turn(table, pool, BOB, some_ids(8, seed=1), now_s=0, nonce="b")
     assert (info.state, info.num_blocks, info.remaining_s, info.reason) == ("none", 0, 0, "over_budget")
     assert begin(table, BOB, some_ids(8, seed=1), now_s=0).lease_reason == "over_budget"
-    assert table.counters["leases_rejected:over_budget"] == 1
+    assert table.counts.get(REJECTIONS, "over_budget") == 1
 
 
 def test_a_shared_block_costs_its_budget_once():
@@ -481,7 +482,40 @@ def test_a_ticket_ends_at_its_deadline_and_grace():
     table.release(ALICE, now_s=1)
     assert table.pool(now_s=35.9).free_blocks == pool.num_blocks - 2
     assert table.pool(now_s=36).free_blocks == pool.num_blocks
-    assert table.counters["tickets_expired"] == 1
+    assert table.counts.get(TICKETS, "expired") == 1
+
+
+@pytest.mark.parametrize(
+    ("read_age_s", "num_stale"),
+    [(None, 0), (4.1, 0), (4.0, 1), (0.0, 1)],
+    ids=["unused", "early", "at the end", "late"],
+)
+def test_a_read_that_outlasted_its_blocks_is_counted(read_age_s, num_stale):
+    """A read that was used and ended when the blocks were anyone's is stale; one that is only reported late is not."""
+    pool = FakePool()
+    table = make_table(pool, ticket_ttl_s=30, ticket_grace_s=5)
+    run_turn(table, pool, ALICE, some_ids(8), now_s=0, nonce="a")
+    ticket = begin(table, ALICE, some_ids(8), now_s=1, nonce="b").ticket
+    for _ in range(2):
+        assert not table.return_ticket(ticket.ticket_id, now_s=40, read_age_s=read_age_s)
+        assert table.counts.get(STALE_READS) == num_stale
+    assert not table.return_ticket("t999", now_s=40, read_age_s=0)
+    assert table.counts.get(STALE_READS) == num_stale
+
+
+def test_only_the_last_expired_tickets_are_remembered():
+    """Tickets that nobody ever returns leave no more than a bounded memory of them."""
+    pool = FakePool()
+    table = make_table(pool, ticket_ttl_s=30, ticket_grace_s=5)
+    run_turn(table, pool, ALICE, some_ids(8), now_s=0, nonce="a", ttl_s=900)
+    for i in range(1100):
+        begin(table, ALICE, some_ids(8), now_s=i / 10, nonce=f"b{i}")
+        table.abandon(f"b{i}", return_ticket=False, now_s=i / 10)
+    table.sweep(now_s=500)
+    assert table.counts.get(TICKETS, "expired") == 1100
+    for ticket_id in ("t99", "t100"):
+        table.return_ticket(ticket_id, now_s=500, read_age_s=0)
+    assert table.counts.get(STALE_READS) == 1
 
 
 def test_nothing_is_freed_under_an_open_ticket():

@@ -2,6 +2,8 @@
 
 import pytest
 
+from server_ext.core.metrics import REVOKED_BLOCKS
+
 from .fakes import ALICE, BOB, FakePool, blocks_of, make_table, run_turn, some_ids, verify_references
 
 CAROL = ("tenant-a", "carol")
@@ -49,7 +51,7 @@ def test_what_expired_goes_first():
     keys = make_leases(pool, table, short=(3, 5), long=(3, 50))
     assert table.revoke(3, now_s=5) == 3
     assert table.info(keys["long"], now_s=5).num_blocks == 3
-    assert table.counters["blocks_revoked"] == 0
+    assert table.counts.get(REVOKED_BLOCKS) == 0
 
 
 def test_the_lease_with_the_least_remaining_time_gives_way_first():
@@ -151,6 +153,18 @@ def test_a_question_can_stop_early():
     table = make_table(pool)
     run_turn(table, pool, ALICE, some_ids(24), now_s=0, nonce="a")
     assert [table.num_reclaimable(now_s=0, limit=limit) for limit in (None, 9, 6, 2, 0)] == [6, 6, 6, 2, 0]
+
+
+@pytest.mark.parametrize(("num_blocks", "num_kept"), [(5, 6), (6, 6), (7, 6), (4, 2)])
+def test_leases_are_not_revoked_in_vain(num_blocks, num_kept):
+    """Where all leases together would not make room, and that was the condition, none is touched."""
+    pool = FakePool(16)
+    table = make_table(pool)
+    run_turn(table, pool, ALICE, some_ids(24), now_s=0, nonce="a")
+    request = pool.take(0, shared=blocks_of(table, ALICE)[:2])
+    table.revoke(num_blocks, now_s=1, all_or_nothing=True)
+    assert table.info(ALICE, now_s=1).num_blocks == num_kept
+    pool.give_back(request)
 
 
 @pytest.mark.parametrize("num_blocks", [0, -1])

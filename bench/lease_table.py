@@ -1,0 +1,191 @@
+"""What the lease table costs with 1,000 leases of 4,096 tokens: `python bench/lease_table.py`.
+
+Prints a table, writes `out/lease_table.json`, and exits with 1 where a bar is missed. The verbs run on a pool that
+only counts, so that the table alone is timed; the last rows are vLLM's own block pool, without an engine.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from array import array
+from collections import defaultdict
+from itertools import count
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench._machine import versions
+from server_ext.core.home import Home
+from server_ext.core.settings import HomeSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+NUM_LEASES: Final = 1000
+LEASE_TOKENS: Final = 4096
+TURN_TOKENS: Final = 862
+"""What a turn adds to its history, at the median of recorded coding agents: 646 of a delta, 216 of a reply."""
+BLOCK_SIZES: Final = (16, 32)
+NUM_POOL_BLOCKS: Final = 1000
+NUM_REPEATS: Final = 300
+REVOKED_BLOCKS: Final = 16
+OUT: Final = Path("out/lease_table.json")
+
+BARS_US: Final[Mapping[str, float]] = {
+    "begin": 50,
+    "grant": 50,
+    "settle": 50,
+    "extend": 50,
+    "release": 50,
+    "idle sweep": 50,
+    "scheduler step": 100,
+    "pin and release": 1000,
+}
+"""Most microseconds (p50) of each row; rows without one are for information."""
+
+
+class CountingPins:
+    """A block pool without blocks: it knows who holds what, and does nothing else."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+
+    def pin(self, block_ids: Sequence[int]) -> None:
+        """Take references."""
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        """Give references back."""
+
+    def num_references(self, block_id: int) -> int:  # noqa: ARG002 (a pool's question)
+        """Return one: every block has one lease, and nothing else."""
+        return 1
+
+    def num_free_blocks(self) -> int:
+        """Return the size of the pool."""
+        return self._num_blocks
+
+    def num_total_blocks(self) -> int:
+        """Return the size of the pool."""
+        return self._num_blocks
+
+
+class Stopwatch:
+    """Collects microseconds by name."""
+
+    def __init__(self) -> None:
+        self.samples_us: defaultdict[str, list[float]] = defaultdict(list)
+
+    def time(self, name: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Run a call, note how long it took, and return its result."""
+        started_ns = time.perf_counter_ns()
+        result = call(*args, **options)
+        self.samples_us[name].append((time.perf_counter_ns() - started_ns) / 1000)
+        return result
+
+    def p50_us(self) -> dict[str, float]:
+        """Return the median of each name."""
+        return {name: round(median(samples), 1) for name, samples in self.samples_us.items()}
+
+
+def make_home(block_size: int) -> Home:
+    """Return a home over a pool that fits all leases twice."""
+    num_blocks = 2 * NUM_LEASES * (LEASE_TOKENS + TURN_TOKENS) // block_size
+    names = map("nonce-{}".format, count())
+    return Home(
+        CountingPins(num_blocks),
+        HomeSettings(budget_fraction=1.0, default_ttl_s=900),
+        block_size=block_size,
+        max_request_blocks=LEASE_TOKENS // block_size,
+        incarnation="bench",
+        secret=b"a secret of this benchmark",
+        make_address=lambda deadline_s: {"remote_blocks_expiry_time": deadline_s},
+        new_nonce=lambda: next(names),
+    )
+
+
+def measure_table(block_size: int) -> dict[str, float]:
+    """Return the p50 of each verb in microseconds: a first and a second turn of every session, and its end."""
+    watch, home = Stopwatch(), make_home(block_size)
+    table = home._leases  # noqa: SLF001 (the verbs without what the session store adds)
+    num_turn_blocks = (LEASE_TOKENS + TURN_TOKENS) // block_size + 1
+    keys = [("tenant", f"session-{i}") for i in range(NUM_LEASES)]
+    ids = [array("i", range(i, i + LEASE_TOKENS + TURN_TOKENS)) for i in range(NUM_LEASES)]
+    blocks = [list(range(i * num_turn_blocks, (i + 1) * num_turn_blocks)) for i in range(NUM_LEASES)]
+    now_s = 0.0
+
+    def run_turn(index: int, num_tokens: int, names: tuple[str, str, str]) -> None:
+        token_ids, nonce = ids[index][:num_tokens], f"{names[2]}-{index}"
+        begin, finish, settle = names
+        common: dict[str, Any] = {"now_s": now_s}
+        begun = watch.time(begin, table.begin, keys[index], token_ids, "model", want_ticket=True, nonce=nonce, **common)
+        if begun.ticket is not None:
+            watch.time("return ticket", table.return_ticket, begun.ticket.ticket_id, **common)
+        watch.time(finish, table.finish, nonce, blocks[index], num_tokens, token_ids, **common)
+        watch.time(settle, table.settle, nonce, num_tokens, ttl_s=None, token_ids=token_ids, **common)
+
+    for index in range(NUM_LEASES):
+        run_turn(index, LEASE_TOKENS, ("first begin", "first finish", "grant"))
+    for key in keys:
+        now_s += 1e-3
+        watch.time("extend", table.extend, key, 60.0, now_s=now_s)
+        watch.time("idle sweep", table.sweep, now_s=now_s)
+        watch.time("scheduler step", home.sweep, now_s=now_s)
+    for index in range(NUM_LEASES):
+        run_turn(index, LEASE_TOKENS + TURN_TOKENS, ("begin", "finish", "settle"))
+    for index, key in enumerate(keys):
+        home._gaps.ended(key, "tool:bash" if index % 7 else "stop", now_s=now_s + index / 100)  # noqa: SLF001
+    now_s += NUM_LEASES / 100
+    for _ in range(NUM_REPEATS):
+        now_s += 2  # what leases are worth is computed anew, and kept for the next call
+        watch.time("scrape", home.metrics, now_s=now_s)
+        watch.time("revoke, first", table.revoke, REVOKED_BLOCKS, now_s=now_s, all_or_nothing=True)
+        watch.time("revoke, again", table.revoke, REVOKED_BLOCKS, now_s=now_s, all_or_nothing=True)
+    for key in keys:
+        watch.time("release", table.release, key, now_s=now_s)
+    return watch.p50_us()
+
+
+def measure_block_pool() -> dict[str, float]:
+    """Return what pinning and releasing 1,000 blocks costs in vLLM's own pool, in microseconds (p50)."""
+    from vllm.v1.core.block_pool import BlockPool  # noqa: PLC0415 (takes seconds, and only this needs it)
+
+    from server_ext.engine.pins import BlockPoolPins  # noqa: PLC0415
+
+    pool = BlockPool(num_gpu_blocks=4 * NUM_POOL_BLOCKS, enable_caching=True, hash_block_size=16)
+    pins = BlockPoolPins(pool)
+    block_ids = array("i", (block.block_id for block in pool.get_new_blocks(NUM_POOL_BLOCKS)))
+    pins.unpin(block_ids[::-1])
+    watch = Stopwatch()
+    for _ in range(NUM_REPEATS):
+        watch.time("pin", pins.pin, block_ids)
+        watch.time("unpin", pins.unpin, block_ids[::-1])
+    pairs = zip(watch.samples_us["pin"], watch.samples_us["unpin"], strict=True)
+    watch.samples_us["pin and release"] = [pin + release for pin, release in pairs]
+    return watch.p50_us()
+
+
+def main() -> int:
+    """Measure, print, write; return the exit status."""
+    rows = {f"block size {size}": measure_table(size) for size in BLOCK_SIZES}
+    rows[f"vLLM's pool, {NUM_POOL_BLOCKS} blocks"] = measure_block_pool()
+    missed = []
+    for title, row in rows.items():
+        print(f"\n{title}\n{'':2}{'':18}{'p50 us':>8}{'at most':>9}")
+        for name, p50_us in row.items():
+            bar_us = BARS_US.get(name)
+            is_missed = bar_us is not None and p50_us > bar_us
+            missed += [f"{title}: {name}"] if is_missed else []
+            print(f"  {name:18}{p50_us:8.1f}{'' if bar_us is None else f'{bar_us:9.0f}'}{'  missed' * is_missed}")
+    OUT.parent.mkdir(exist_ok=True)
+    result = {"p50_us": rows, "bars_us": dict(BARS_US), "missed": missed, "versions": versions()}
+    OUT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(f"\n{'missed: ' + ', '.join(missed) if missed else 'all bars met'}; see {OUT}")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""The bench of the lease table measures what it says."""
+
+import json
+
+import pytest
+
+from bench import lease_table
+
+
+@pytest.fixture
+def small(monkeypatch, tmp_path):
+    """Makes the bench small, and its pool of blocks cheap to import."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lease_table, "NUM_LEASES", 5)
+    monkeypatch.setattr(lease_table, "NUM_REPEATS", 2)
+    monkeypatch.setattr(lease_table, "measure_block_pool", lambda: {"pin and release": 10.0})
+    return tmp_path
+
+
+def test_every_bar_is_measured(small):
+    """Each bar has a row in the tables that it is about, and the file says so."""
+    lease_table.main()
+    result = json.loads((small / "out/lease_table.json").read_text())
+    rows = result["p50_us"]
+    assert set(rows) == {"block size 16", "block size 32", "vLLM's pool, 1000 blocks"}
+    measured = {name for row in rows.values() for name in row}
+    assert set(result["bars_us"]) <= measured
+    assert {name for name in result["bars_us"] if name != "pin and release"} <= set(rows["block size 32"])
+
+
+def test_a_missed_bar_is_an_exit_status(small, monkeypatch, capsys):
+    """A row above its bar is marked, named at the end, and makes the command fail."""
+    bars = dict.fromkeys(lease_table.BARS_US, 1e9) | {"pin and release": 9.0}
+    monkeypatch.setattr(lease_table, "BARS_US", bars)
+    assert lease_table.main() == 1
+    assert "missed: vLLM's pool, 1000 blocks: pin and release" in capsys.readouterr().out
+    monkeypatch.setattr(lease_table, "BARS_US", dict.fromkeys(bars, 1e9))
+    assert lease_table.main() == 0
