@@ -58,6 +58,8 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
         self.weight_version = "default"  # EngineCore's own initial value; changes come through on_weight_version
         self._settings = settings
         self._fingerprint = compat.model_fingerprint(vllm_config)
+        (group,) = kv_cache_config.kv_cache_groups
+        self._block_bytes = len(group.layer_names) * group.kv_cache_spec.page_size_bytes
         self._max_request_blocks = num_blocks(vllm_config.model_config.max_model_len, self.block_size)
         self._home: Home
 
@@ -67,6 +69,7 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
             BlockPoolPins(manager.block_pool),
             self._settings.home,
             block_size=self.block_size,
+            block_bytes=self._block_bytes,
             max_request_blocks=self._max_request_blocks,
             incarnation=self.engine_id,
             secret=self._settings.secret,
@@ -107,10 +110,8 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
     # Memory
 
     def _make_room(self, num_missing: int) -> bool:
-        now_s = time.perf_counter()
-        if self._home.num_reclaimable(now_s=now_s) < num_missing:
-            return False  # revoking would hurt sessions and still not admit the request
-        return self._home.revoke(num_missing, now_s=now_s) > 0
+        # All or nothing: a request that revoking cannot help must not cost sessions their leases.
+        return self._home.revoke(num_missing, now_s=time.perf_counter(), all_or_nothing=True) > 0
 
     def _before_reset(self) -> bool:
         if self._home.release_all("reset", now_s=time.perf_counter()):

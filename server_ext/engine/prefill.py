@@ -52,14 +52,24 @@ class Read:
         """Tell whether the ticket is too old to begin a read, or to have begun one that failed."""
         return self.ttl_s is not None and now_s - self.arrival_s + _EXPIRY_MARGIN_S >= self.ttl_s
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the report; token counts are of the prompt, `fetch_s` is None where nothing was fetched."""
+    def to_json(self, now_s: float) -> dict[str, Any]:
+        """Return the report.
+
+        Token counts are of the prompt; `fetch_s` is how long the read took and `read_age_s` how long ago it ended, both
+        in seconds and None where nothing was fetched.
+        """
         return {
             "local_tokens": self.local_tokens,
             "fetched_tokens": self.fetched_tokens,
             "fetch_s": self.fetch_s if self.fetched_tokens else None,
+            "read_age_s": self._read_age_s(now_s),
             "reason": self.reason,
         }
+
+    def _read_age_s(self, now_s: float) -> float | None:
+        if not self.fetched_tokens or self.started_s is None or self.fetch_s is None:
+            return None
+        return now_s - self.started_s - self.fetch_s
 
 
 class PrefillScheduler(compat.NixlPullConnectorScheduler):
@@ -155,7 +165,7 @@ class PrefillScheduler(compat.NixlPullConnectorScheduler):
         read = self._reads.pop(request.request_id, None)
         delay_free, params = super().request_finished(request, block_ids)
         if read is not None and params is not None:
-            params["bidikv"] = read.to_json()
+            params["bidikv"] = read.to_json(time.perf_counter())
         return delay_free, params
 
     def control(self, op: str, arg: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002 - the channel's signature

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from server_ext.engine.compat import require_supported_version
 from server_ext.engine.settings import EngineSettings
-from server_ext.http import prefill_route, routes
+from server_ext.http import metrics, prefill_route, routes
 from server_ext.http.conductor import Conductor
+from server_ext.http.metrics import HomeMetrics, turn_metrics
 from server_ext.http.prefill_route import PrefillService
 from server_ext.http.transfer_params import RefuseTransferParams
 
@@ -34,6 +35,7 @@ class BidiKVPlugin:
         app.include_router(routes.router)
         app.include_router(prefill_route.router)
         app.add_middleware(RefuseTransferParams)
+        metrics.attach(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Build the conductor (D) or the prefill service (P).
@@ -51,3 +53,5 @@ class BidiKVPlugin:
         has_keys = bool(args.api_key or os.environ.get("VLLM_API_KEY"))
         state.bidikv_conductor = Conductor(engine_client, state.openai_serving_chat, settings, has_keys=has_keys)
         await state.bidikv_conductor.check_template()
+        state.bidikv_metrics = HomeMetrics(engine_client)
+        turn_metrics()  # so that its series exist from the start

@@ -47,6 +47,7 @@ class Prefilled:
     - `local_tokens`, `fetched_tokens`: of the prompt, from P's own prefix cache and from D's lease.
     - `fetch_s`: duration of P's read, in seconds; None where nothing was fetched.
     - `reason`: why a ticket was not used; None where it was, or where there was none.
+    - `read_age_s`: how long before its answer P's read had ended, in seconds; None where nothing was fetched.
     """
 
     params: dict[str, Any]
@@ -54,6 +55,7 @@ class Prefilled:
     fetched_tokens: int
     fetch_s: float | None
     reason: str | None
+    read_age_s: float | None
 
 
 class PrefillClient:
@@ -143,7 +145,7 @@ class PrefillClient:
         report = params.pop("bidikv")
         (block_ids,) = params["remote_block_ids"]
         local_tokens, fetched_tokens = report["local_tokens"], report["fetched_tokens"]
-        fetch_s, reason = report["fetch_s"], report["reason"]
+        fetch_s, reason, read_age_s = report["fetch_s"], report["reason"], report["read_age_s"]
         rules = (
             (len(block_ids) == num_blocks(num_tokens, self._block_size), "number of blocks"),
             (all(type(block_id) is int and block_id >= 0 for block_id in block_ids), "block ids"),
@@ -151,13 +153,14 @@ class PrefillClient:
             (type(local_tokens) is int and type(fetched_tokens) is int, "token counts"),
             (min(local_tokens, fetched_tokens) >= 0 and local_tokens + fetched_tokens <= num_tokens, "token counts"),
             (fetch_s is None or isinstance(fetch_s, int | float), "fetch_s"),
+            (read_age_s is None or isinstance(read_age_s, int | float), "read_age_s"),
             (reason is None or reason in REASONS, "reason"),
         )
         for holds, what in rules:
             if not holds:
                 msg = f"the answer for {num_tokens} tokens has a wrong {what}"
                 raise ValueError(msg)
-        return Prefilled(params, local_tokens, fetched_tokens, fetch_s, reason)
+        return Prefilled(params, local_tokens, fetched_tokens, fetch_s, reason, read_age_s)
 
     async def close(self) -> None:
         """Close the connections."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from bidikv_sdk.wire import CacheReport, Timings
 from server_ext.core.tickets import sign
 from server_ext.engine import compat
+from server_ext.http.metrics import turn_metrics
 from server_ext.http.prefill_client import PrefillUnavailable
 
 if TYPE_CHECKING:
@@ -116,7 +117,9 @@ class Turn:
             transfer = await self._ask_prefill_node()
         if self.plan.ticket is not None and not self._may_still_read:
             # P has read, or never will: give the references back now, not at the deadline.
-            self._home.call_soon("return_ticket", {"ticket_id": self.plan.ticket["remote_request_id"]})
+            read_age_s = None if self._prefilled is None else self._prefilled.read_age_s
+            ticket_id = self.plan.ticket["remote_request_id"]
+            self._home.call_soon("return_ticket", {"ticket_id": ticket_id, "read_age_s": read_age_s})
         extra = {name: value for name, value in (params.extra_args or {}).items() if name != "kv_transfer_params"}
         if transfer is not None:
             extra["kv_transfer_params"] = sign(transfer, self._secret)
@@ -192,6 +195,7 @@ class Turn:
             "pending_text": pending_text,
             "prompt_hash": plan.prompt.text_hash,
         }
+        calls = message.get("tool_calls")
         settled = await self._home.call(
             "settle",
             {
@@ -201,9 +205,11 @@ class Turn:
                 "chunk": json.dumps(transcript).encode(),
                 "reply": json.dumps({"completion": completion, "cache": cache.to_json()}).encode(),
                 "ttl_s": ttl_s,
+                "ended_by": f"tool:{calls[0]['function']['name']}" if calls else "stop",
             },
         )
         self.is_over = True
+        turn_metrics().observe(cache)
         info = settled["info"]
         info["cache"] = cache.to_json()
         info["cache"]["timings_s"]["settle"] = time.perf_counter() - settling_s

@@ -86,6 +86,7 @@ class FakePrefillNode:
         num_tokens = len(body["token_ids"])
         fetched = body["kv_transfer_params"].get("remote_num_tokens", 0)
         report = {"local_tokens": 0, "fetched_tokens": fetched, "fetch_s": 0.01 if fetched else None, "reason": None}
+        report["read_age_s"] = 0.02 if fetched else None
         params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,

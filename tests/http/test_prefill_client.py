@@ -62,7 +62,7 @@ def test_a_good_answer():
     assert seen[0].headers["x-request-id"] == "r1"
 
 
-GOOD_REPORT = {"local_tokens": 0, "fetched_tokens": 40, "fetch_s": None, "reason": None}
+GOOD_REPORT = {"local_tokens": 0, "fetched_tokens": 40, "fetch_s": None, "read_age_s": None, "reason": None}
 MALFORMED = {
     "too few blocks": {"remote_block_ids": [[0, 1, 2]]},
     "too many blocks": {"remote_block_ids": [[0, 1, 2, 3, 4]]},
@@ -84,6 +84,7 @@ MALFORMED = {
     "fewer than no tokens": {"bidikv": {**GOOD_REPORT, "local_tokens": -1}},
     "more tokens than the prompt": {"bidikv": {**GOOD_REPORT, "local_tokens": 61}},
     "a duration as a string": {"bidikv": {**GOOD_REPORT, "fetch_s": "soon"}},
+    "an age as a string": {"bidikv": {**GOOD_REPORT, "read_age_s": "old"}},
     "a reason that nobody knows": {"bidikv": {**GOOD_REPORT, "reason": "moon"}},
     "a reason that is a list": {"bidikv": {**GOOD_REPORT, "reason": []}},
 }
