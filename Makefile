@@ -5,7 +5,7 @@ PYTHON ?= python3
 PYTORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := .venv/bin
-EXTRAS := cpu,cli,demo,dev
+EXTRAS := cpu,cli,demo,analyze,dev
 
 .PHONY: help demo up down test lint clean
 

@@ -1,4 +1,4 @@
-"""The commands of `bidikv`: `up`, `down`, `status`, `logs`.
+"""The commands of `bidikv`: `up`, `down`, `status`, `logs`, and `analyze` (in a module of its own).
 
 Each imports what it needs when it runs, so that `bidikv --help` is instant. Results go to standard output
 (JSON with `--json`), progress and errors to standard error.
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
+from server_ext.cli.analyze import analyze
 from server_ext.launch.command import ROLES, Role
 from server_ext.launch.model import SMOLLM2
 
@@ -29,6 +30,8 @@ app = typer.Typer(
 
 _FOLLOW_POLL_S = 0.25
 
+
+app.command()(analyze)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

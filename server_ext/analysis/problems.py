@@ -1,0 +1,45 @@
+"""Counts what was wrong with the input, by name, with where it was seen first. Nothing here stops a run."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+PROBLEMS: Final[dict[str, str]] = {
+    "malformed_line": "not JSON, or of the wrong shape; skipped",
+    "line_too_long": "longer than 64 MiB; skipped",
+    "unknown_format": "JSON or text of no known log format; skipped",
+    "unreadable_file": "could not be opened or decompressed; skipped",
+    "ignored_file": "not a log by its name (.json, .jsonl, .ndjson, .log, .txt, also .gz); skipped",
+    "no_prompt": "names a request but tells neither its prompt nor its length; skipped",
+    "no_time": "has no time; left out of gaps and of the replay",
+    "duplicate_request": "the same request once more; skipped",
+    "clock_backwards": "starts before the turn before it; its gap is not counted",
+    "clock_forwards": "starts more than a week after the turn before it; its gap is not counted",
+    "overlapping_turn": "starts before the turn before it has ended; the replay ends that one early",
+    "forgotten_session": "without an id, and 20,000 others were used since; a later turn counts as a first one",
+    "over_context": "longer than the model's context: another --model?",
+    "estimated_tokens": "gives no token counts: taken as 4 bytes a token",
+    "estimated_end": "gives no end: taken as its output at the model's speed",
+}
+"""Every name, and what it means and does."""
+
+
+@dataclass(slots=True)
+class Problems:
+    """Counts by name of `PROBLEMS`."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    first_seen: dict[str, str] = field(default_factory=dict)
+    """Where: `file:line`."""
+
+    def add(self, name: str, where: str) -> None:
+        """Count one more."""
+        self.counts[name] += 1
+        self.first_seen.setdefault(name, where)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return one object per name, the most frequent first."""
+        return [
+            {"name": name, "count": count, "meaning": PROBLEMS[name], "first_seen": self.first_seen[name]}
+            for name, count in self.counts.most_common()
+        ]

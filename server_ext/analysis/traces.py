@@ -1,0 +1,127 @@
+"""Parses traces that hold block hashes in place of prompts: kv-cache-tester and Mooncake, AIPerf's too."""
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+
+from .requests import Request, chain_blocks
+
+_MOONCAKE_BLOCK: Final = 512
+"""Of the published traces; a row may say otherwise."""
+_KV_TESTER_BLOCK: Final = 64
+
+
+class _Inner(msgspec.Struct):
+    t: float = 0.0
+    type: str = "n"
+    model: str = ""
+    num_input: int = msgspec.field(default=0, name="in")
+    num_output: int = msgspec.field(default=0, name="out")
+    hash_ids: list[int] = []
+    api_time: float | None = None
+    ttft: float | None = None
+    stop: str | None = None
+    agent_id: str = ""
+    requests: list["_Inner"] = []
+    tool_tokens: int = 0
+    system_tokens: int = 0
+
+
+class _Trace(msgspec.Struct):
+    requests: list[_Inner]
+    id: str = ""
+    block_size: int = _KV_TESTER_BLOCK
+    hash_id_scope: str = "local"
+    tool_tokens: int = 0
+    system_tokens: int = 0
+
+
+class _Row(msgspec.Struct):
+    timestamp: float | None = None
+    created_time: float | None = None
+    delay: float | None = None
+    delay_ms: float | None = None
+    input_length: int | None = None
+    input_tokens: int | None = None
+    output_length: int | None = None
+    output_tokens: int | None = None
+    hash_ids: list[int | str] = []
+    session_id: str | int | None = None
+    block_size: int = _MOONCAKE_BLOCK
+    model: str = ""
+    request_id: str | int | None = None
+
+
+_TRACE: Final = msgspec.json.Decoder(_Trace)
+_ROW: Final = msgspec.json.Decoder(_Row)
+
+
+def parse_kv_cache_tester(where: str, line: bytes) -> Iterator[Request]:
+    """Yield the requests of a trace: the session's own, and each sub-agent's as a session of its own.
+
+    Raises:
+        msgspec.DecodeError: it is malformed; nothing was yielded.
+    """
+    trace = _TRACE.decode(line)
+    if trace.block_size <= 0:
+        msg = f"block_size is {trace.block_size}"
+        raise ValueError(msg)
+    name = trace.id or where
+    scope = name if trace.hash_id_scope == "local" else ""
+    yield from _session(where, name, trace, trace, scope, 0.0)
+    for index, inner in enumerate(trace.requests):
+        if inner.requests:
+            yield from _session(where, f"{name}/{inner.agent_id or index}", inner, trace, scope, inner.t)
+
+
+def _session(
+    where: str, name: str, owner: "_Trace | _Inner", trace: _Trace, scope: str, start_s: float
+) -> Iterator[Request]:
+    for index, one in enumerate(owner.requests):
+        if one.requests or one.type == "subagent":
+            continue
+        at_s = start_s + one.t
+        yield Request(
+            where=f"{where}#{index}",
+            session_id=name,
+            start_s=at_s,
+            end_s=None if one.api_time is None else at_s + one.api_time,
+            model=one.model,
+            chunk_ids=chain_blocks(one.hash_ids, trace.block_size, one.num_input, scope=scope),
+            num_prompt_tokens=one.num_input,
+            num_output_tokens=one.num_output,
+            ttft_s=one.ttft,
+            ends_in_tool=None if one.stop is None else one.stop == "tool_use",
+            num_tool_tokens=owner.tool_tokens,
+            num_system_tokens=owner.system_tokens,
+        )
+
+
+def parse_mooncake(where: str, line: bytes) -> Request:
+    """Return the request of a row. Times are milliseconds; a row with a `delay` continues its session.
+
+    Raises:
+        msgspec.DecodeError, ValueError: it is malformed.
+    """
+    row = _ROW.decode(line)
+    num_prompt = row.input_length if row.input_length is not None else row.input_tokens
+    num_output = row.output_length if row.output_length is not None else row.output_tokens
+    if num_prompt is None or num_prompt < 0 or row.block_size <= 0:
+        msg = f"a Mooncake row needs 'input_length' (and 'block_size' above 0): {num_prompt}, {row.block_size}"
+        raise ValueError(msg)
+    start_ms = row.timestamp if row.timestamp is not None else row.created_time
+    delay_ms = row.delay if row.delay is not None else row.delay_ms
+    hashes: list[Any] = row.hash_ids
+    return Request(
+        where=where,
+        session_id=None if row.session_id is None else str(row.session_id),
+        request_id=None if row.request_id is None else str(row.request_id),
+        start_s=None if start_ms is None else start_ms / 1e3,
+        model=row.model,
+        chunk_ids=chain_blocks(hashes, row.block_size, num_prompt),
+        num_prompt_tokens=num_prompt,
+        num_output_tokens=num_output or 0,
+        delay_s=None if delay_ms is None else delay_ms / 1e3,
+        is_delta=row.session_id is not None and start_ms is None,
+    )

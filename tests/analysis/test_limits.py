@@ -1,0 +1,81 @@
+import pytest
+
+from server_ext.analysis.hardware import GPUS, LINKS, MODELS, UnknownHardware, find_gpu, find_link, find_model
+from tests.analysis.logs import limits
+
+
+@pytest.mark.parametrize(
+    ("link", "fixed_s", "tokens"),
+    [("nvlink", 0.020, 709), ("400g", 0.020, 778), ("400g", 0.005, 197), ("200g", 0.020, 880), ("25g", 0.020, 46_500)],
+)
+def test_break_even_of_a_small_model_on_one_gpu(link, fixed_s, tokens):
+    """Llama-3.1-8B on an H100: the history from which fetching wins, as worked out by hand for each link."""
+    assert limits(link=link, fixed_s=fixed_s).break_even_tokens == pytest.approx(tokens, rel=0.01)
+
+
+@pytest.mark.parametrize(("history", "ratio"), [(2_048, 2.1), (8_192, 5.3), (32_768, 11.8)])
+def test_speed_up_of_200_new_tokens(history, ratio):
+    """Over 400G, computing all against fetching the history and computing 200 tokens."""
+    one = limits()
+    all_s = one.compute_s(history + 200)
+    assert all_s / (one.fetch_s(history) + one.compute_s(history + 200, history)) == pytest.approx(ratio, rel=0.03)
+
+
+def test_break_even_is_where_both_cost_the_same():
+    """Whatever the hardware, fetching exactly the break-even length takes as long as computing it."""
+    for model in MODELS:
+        for gpu in GPUS:
+            for link in LINKS:
+                one = limits(model.name, gpu.name, link.name)
+                at = one.break_even_tokens
+                assert one.fetch_s(at) == pytest.approx(one.compute_s(at))
+
+
+def test_an_engine_takes_as_many_gpus_as_its_weights_need():
+    """8 B parameters fit on one H100 with room for 427k tokens; 70 B need four."""
+    assert limits().num_gpus == 1
+    assert limits().pool_tokens == 426_788
+    assert limits("llama-3.3-70b").num_gpus == 4
+
+
+def test_names_are_found_as_people_write_them():
+    """An organisation, a suffix and capitals do not matter; a bandwidth is a link."""
+    assert find_model("meta-llama/Meta-Llama-3.1-8B-Instruct").kv_bytes_per_token == 131_072
+    assert find_gpu("H100").name == "h100"
+    assert find_gpu("312TF, 80GB, 2040GB/s").memory_bytes_per_s == 2.04e12
+    assert find_link("12.5GB/s").bytes_per_s == 12.5e9
+
+
+@pytest.mark.parametrize(("find", "what"), [(find_model, "--model"), (find_gpu, "--gpu"), (find_link, "--link")])
+def test_unknown_names_are_refused_with_the_choices(find, what):
+    """The message names the option, the value and what there is."""
+    with pytest.raises(UnknownHardware, match=rf"{what} 'abacus' is unknown: use one of \w+"):
+        find("abacus")
+
+
+def test_a_models_own_config(tmp_path):
+    """The shape of Llama-3.1-8B read from its config.json gives the built-in constants."""
+    config = tmp_path / "config.json"
+    config.write_text(
+        '{"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,'
+        '"intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 131072,'
+        '"torch_dtype": "bfloat16"}'
+    )
+    model, known = find_model(str(config)), find_model("llama-3.1-8b")
+    assert model.kv_bytes_per_token == known.kv_bytes_per_token
+    assert model.num_active_params == pytest.approx(known.num_active_params, rel=0.001)
+    assert model.weight_bytes == pytest.approx(known.weight_bytes, rel=0.001)
+    assert find_model(str(tmp_path)) == model
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "no"])
+def test_a_config_that_describes_no_model(tmp_path, text):
+    """What cannot be read is refused by its path."""
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UnknownHardware, match=r"config\.json"):
+        find_model(str(tmp_path))
+
+
+def test_every_constant_names_its_source():
+    """No number without where it comes from."""
+    assert all(one.source for one in (*MODELS, *GPUS, *LINKS))

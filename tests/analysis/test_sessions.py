@@ -1,0 +1,143 @@
+import pytest
+
+from tests.analysis.logs import SYSTEM, TOOLS, assistant, chat, growing, ids, tool, turns_of, user
+
+
+def shape(turns):
+    """[(session, turn number)] of turns."""
+    return [(key, turn.turn) for key, turn, _ in turns]
+
+
+def test_an_id_makes_a_session_whatever_it_says():
+    """Requests with the same id are one session, in the order of the log."""
+    turns, _ = turns_of(
+        [chat([user("a")], session="x"), chat([user("b")], session="y"), chat([user("c")], session="x", t=9)]
+    )
+    assert shape(turns) == [("x", 1), ("y", 1), ("x", 2)]
+
+
+def test_conversations_without_ids_are_told_by_their_beginning():
+    """Two conversations with the same tools and system prompt stay apart, however short their messages are."""
+    first, second = [SYSTEM, user("a")], [SYSTEM, user("b")]
+    lines = [
+        chat(first, session=None, tools=TOOLS),
+        chat(second, session=None, tools=TOOLS, t=1),
+        chat([*first, assistant("x"), user("more")], session=None, tools=TOOLS, t=2),
+        chat([*second, assistant("y"), tool("z")], session=None, tools=TOOLS, t=3),
+        chat(first, session=None, tools=TOOLS, t=4),
+    ]
+    turns, _ = turns_of(lines)
+    # The last one only begins like the first: with nothing behind the first message it is new.
+    assert shape(turns)[:4] == [("prefix-1", 1), ("prefix-2", 1), ("prefix-1", 2), ("prefix-2", 2)]
+    assert shape(turns)[4] == ("prefix-3", 1)
+
+
+def test_a_rewritten_history_is_still_its_conversation():
+    """Without ids, an edited history is found by its first message."""
+    history = [SYSTEM, user("a"), assistant("x"), tool("long " * 200), assistant("y"), user("b")]
+    edited = [*history[:3], tool("cleared"), *history[4:], assistant("z"), user("c")]
+    turns, _ = turns_of([chat(history, session=None), chat(edited, session=None, t=5)])
+    assert shape(turns) == [("prefix-1", 1), ("prefix-1", 2)]
+    assert turns[1][2].cause == "tool_result_rewritten"
+
+
+def test_token_ids_without_session_ids_are_told_to_the_last_token():
+    """Prompts that differ only behind their last full chunk are two sessions, and each finds its own."""
+    common = list(range(640))
+    one, two = [*common, 1, 2, 3], [*common, 4, 5, 6]
+    lines = [
+        ids(643, t=0, session=None, history=one),
+        ids(643, t=1, session=None, history=two),
+        ids(800, t=2, session=None, history=two, seed=7),
+        ids(800, t=3, session=None, history=one, seed=8),
+    ]
+    turns, _ = turns_of(lines)
+    assert shape(turns) == [("prefix-1", 1), ("prefix-2", 1), ("prefix-2", 2), ("prefix-1", 2)]
+    assert turns[2][1].shared_tokens == 643
+
+
+def test_a_growing_session_repeats_all_it_had():
+    """Of the second prompt, all of the first and its answer is there already; the gap runs from end to start."""
+    turns, _ = turns_of(growing([640, 1000], [0, 30], output=100, duration_s=4))
+    second = turns[1][1]
+    assert (second.shared_tokens, second.repeated_tokens, second.held_before) == (740, 640, 740)
+    assert second.gap_s == pytest.approx(26)
+
+
+def test_shared_tokens_are_never_more_than_the_prompt():
+    """A prompt that goes back to less repeats at most itself."""
+    turns, _ = turns_of(
+        growing([1000], [0]) + growing([1000], [0])[:0] + [ids(640, t=5, history=list(range(100_000, 100_640)))]
+    )
+    assert turns[1][1].shared_tokens == 640
+
+
+def test_another_model_shares_nothing():
+    """KV of one model is of no use to another."""
+    lines = growing([640, 1000], [0, 30])
+    lines[1]["model"] = "other"
+    turns, _ = turns_of(lines)
+    assert turns[1][1].shared_tokens == 0
+    assert turns[1][2].cause == "model_switched"
+
+
+def test_duplicates_are_counted_and_skipped():
+    """The same request id, or the same prompt at the same time, is one request."""
+    line = chat([user("a")], request_id="r1")
+    same = chat([user("b")], t=5)
+    turns, problems = turns_of([line, line, same, same])
+    assert len(turns) == 2
+    assert problems.counts["duplicate_request"] == 2
+
+
+def test_a_retry_later_is_a_turn():
+    """The same prompt at another time was computed again, so it is a turn."""
+    turns, problems = turns_of([chat([user("a")]), chat([user("a")], t=5)])
+    assert len(turns) == 2
+    assert "duplicate_request" not in problems.counts
+
+
+@pytest.mark.parametrize(
+    ("times", "name", "gap_s"),
+    [
+        ([100, 50], "clock_backwards", None),
+        ([0, 1e6], "clock_forwards", None),
+        ([0, 0.5], "overlapping_turn", 0.0),
+        ([None, 0], "no_time", None),
+    ],
+)
+def test_clocks_that_jump(times, name, gap_s):
+    """What a clock cannot mean is counted by name, and its gap with no others."""
+    lines = [chat([user("a")], t=t or 0) for t in times]
+    for line, t in zip(lines, times, strict=True):
+        if t is None:
+            del line["timestamp"]
+    turns, problems = turns_of(lines)
+    assert problems.counts[name] == 1
+    assert turns[1][1].gap_s == gap_s
+
+
+def test_an_end_before_its_start_is_no_end():
+    """A request that ends before it begins is taken to end when its output is done."""
+    turns, problems = turns_of([chat([user("a")], duration_s=None, end_time=1.0, output=10)], decode_s_per_token=0.5)
+    assert turns[0][1].end_s - turns[0][1].start_s == 5
+    assert problems.counts["estimated_end"] == 1
+
+
+def test_sessions_beyond_the_budget_are_found_again():
+    """Only what was used last lies in memory; a session that returns is still known, from disk."""
+    lines = [ids(6400, t=n, session=f"s{n}", seed=n) for n in range(50)]
+    again = ids(6500, t=60, session="s0", history=lines[0]["prompt_token_ids"], seed=77)
+    turns, _ = turns_of([*lines, again], max_state_bytes=10_000)
+    assert shape(turns)[-1] == ("s0", 2)
+    assert turns[-1][1].shared_tokens == 6400
+
+
+def test_conversations_without_ids_are_bounded(monkeypatch):
+    """Of too many conversations the one that was used longest ago cannot be continued any more, and is counted."""
+    monkeypatch.setattr("server_ext.analysis.sessions._MAX_PREFIX_SESSIONS", 3)
+    lines = [chat([SYSTEM, user(f"task {n}")], session=None, t=n) for n in range(5)]
+    again = chat([SYSTEM, user("task 0"), assistant("x"), user("y")], session=None, t=9)
+    turns, problems = turns_of([*lines, again])
+    assert shape(turns)[-1] == ("prefix-6", 1)
+    assert problems.counts["forgotten_session"] == 3
