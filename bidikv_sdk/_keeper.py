@@ -197,6 +197,8 @@ class AsyncLeaseHold(_Hold):
     async def __aexit__(self, *exc_info: object) -> None:
         import asyncio  # noqa: PLC0415 - as above
 
+        # Both: before Python 3.12 `wait_for` swallows a cancellation that comes together with its result.
+        self._stop.set()
         self._task.cancel()
         await asyncio.wait([self._task])
 
@@ -204,7 +206,7 @@ class AsyncLeaseHold(_Hold):
         import asyncio  # noqa: PLC0415 - as above
 
         keeper = Keeper(self._ttl_s, self._clock.now_s())
-        while True:
+        while not self._stop.is_set():
             decision = keeper.decide(now_s := self._clock.now_s())
             if isinstance(decision, Lost):
                 self._tell(decision)

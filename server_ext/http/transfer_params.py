@@ -7,7 +7,10 @@ it a clear error instead of a silent one.
 from __future__ import annotations
 
 import json
+import uuid
 from typing import TYPE_CHECKING
+
+from starlette.datastructures import Headers
 
 from server_ext.http.errors import Refused
 from server_ext.http.prefill_route import PREFILL_PATH
@@ -35,7 +38,8 @@ class RefuseTransferParams:
         if names_transfer_params(b"".join(message.get("body", b"") for message in messages)):
             msg = f"{_NAME} is not accepted from clients; leave it out"
             refused = Refused(msg, code="unsupported_parameter", param=_NAME)
-            await refused.to_response({})(scope, receive, send)
+            request_id = Headers(scope=scope).get("X-Request-Id") or uuid.uuid4().hex
+            await refused.to_response({"X-Request-Id": request_id})(scope, receive, send)
             return
         unread = iter(messages)
 

@@ -164,7 +164,7 @@ def _argv(config: StackConfig, role: Role) -> list[str]:
     argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     argv += ["--model", config.model, "--served-model-name", config.served_name]
     argv += ["--host", _HOST, "--port", str(config.ports(role).http)]
-    argv += ["--enable-prompt-tokens-details", "--enable-request-id-headers"]
+    argv += ["--enable-prompt-tokens-details"]
     if config.max_model_len is not None:
         argv += ["--max-model-len", str(config.max_model_len)]
     if config.kv_cache_bytes is not None:

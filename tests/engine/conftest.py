@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from .harness import Plan, Rig, Stacks, eventually
+from .common import eventually
+from .rig import Plan, Rig, Stacks
 
 ALICE, BOB = "key-of-alice", "key-of-bob"
 
@@ -28,6 +29,13 @@ PLANS = {
         api_keys=(ALICE, BOB),
     ),
 }
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs engines, so that the rest can be run without."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker("engine")
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from .harness import Rig, Said, Talk, words
+from .rig import Rig
+from .talk import Said, Talk, words
 
 EOS = 2  # <|im_end|>
 CLOSING = "<|im_end|>\n"

@@ -1,7 +1,6 @@
 """Nothing that a client can make up reaches a lease, a block, or another machine.
 
-Every route refuses `kv_transfer_params` by name. Here they are written so that this check does not see them, to show
-that the engines do not believe them either.
+Every public route refuses `kv_transfer_params` by name; and behind that, an engine believes only what is signed.
 """
 
 import json
@@ -13,8 +12,12 @@ from typing import Any
 import pytest
 
 from server_ext.core.tickets import sign
+from server_ext.launch.tiny import TINY
 
-from .harness import PREFILL_PATH, TINY, Gate, Rig, Talk, ticket_of, words
+from .common import PREFILL_PATH
+from .gate import Gate, ticket_of
+from .rig import Rig
+from .talk import Talk, words
 
 ROUTES = ["/v1/chat/completions", "/v1/completions", "/v1/responses"]
 # The same name to a JSON parser.
@@ -31,7 +34,7 @@ def talk(rig: Rig) -> Talk:
 
 @pytest.fixture
 def trap() -> Iterator[socket.socket]:
-    """A port to which nobody must connect."""
+    """A port to which nobody may connect."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.setblocking(False)
         yield server
@@ -53,21 +56,9 @@ def body_for(route: str, talk: Talk, **extra: Any) -> dict[str, Any]:
 
 def external_hits(rig: Rig) -> float:
     """Return how many tokens the two engines have taken from elsewhere."""
+    for role in ("prefill", "decode"):
+        rig.step(role)
     return sum(rig.metric(role, "vllm:external_prefix_cache_hits_total") for role in ("prefill", "decode"))
-
-
-def post_hidden(rig: Rig, role: str, route: str, body: dict[str, Any]) -> None:
-    """Send a body whose transfer parameters the front door does not see; check that nothing was read."""
-    client = rig.prefill if role == "prefill" else rig.decode
-    before = external_hits(rig)
-    content = json.dumps(body).replace(*HIDDEN)
-    reply = client.post(route, content=content, headers={"Content-Type": "application/json"})
-    assert reply.status_code == 200, reply.text
-    usage = reply.json()["usage"]
-    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
-    assert not details.get("cached_tokens")
-    rig.step(role)
-    assert external_hits(rig) == before
 
 
 def verify_untouched(talk: Talk, before: dict[str, Any]) -> None:
@@ -91,55 +82,62 @@ def test_a_session_id_on_a_stock_route(rig: Rig, talk: Talk, role: str, route: s
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("route", [*ROUTES, "/v1/sessions", "/v1/sessions/{id}/extend"])
-def test_transfer_parameters_are_refused_by_name(rig: Rig, talk: Talk, role: str, route: str) -> None:
-    """`kv_transfer_params` in a body, or among vLLM's extra arguments, is a 400 on every public route."""
+@pytest.mark.parametrize("route", [*ROUTES, "/v1/sessions", "/v1/sessions/{id}/extend", "/v1/sessions/{id}/turns"])
+def test_transfer_parameters_on_a_public_route(
+    rig: Rig, talk: Talk, trap: socket.socket, role: str, route: str
+) -> None:
+    """`kv_transfer_params` of any kind are refused by name on every route, and nothing is read or connected to."""
     client = rig.prefill if role == "prefill" else rig.decode
-    for extra in ({"kv_transfer_params": {"a": 1}}, {"vllm_xargs": {"kv_transfer_params": "{}"}}):
-        body = body_for(route, talk, **extra) if route in ROUTES else {"session_id": talk.id, **extra}
-        reply = client.post(route.format(id=talk.id), json=body)
+    before, hits = talk.info(), external_hits(rig)
+    bodies = []
+    for params in made_up(trap):
+        for extra in ({"kv_transfer_params": params}, {"vllm_xargs": {"kv_transfer_params": json.dumps(params)}}):
+            body = body_for(route, talk, **extra) if route in ROUTES else talk.request("Mine!") | extra
+            bodies += [json.dumps(body), json.dumps(body).replace(*HIDDEN)]
+    for content in bodies:
+        reply = client.post(route.format(id=talk.id), content=content, headers={"Content-Type": "application/json"})
         assert reply.status_code == 400, reply.text
         error = reply.json()["error"]
         assert (error["code"], error["param"]) == ("unsupported_parameter", "kv_transfer_params")
+    assert external_hits(rig) == hits
+    verify_untouched(talk, before)
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("route", ROUTES)
-def test_made_up_transfer_parameters(rig: Rig, talk: Talk, trap: socket.socket, role: str, route: str) -> None:
-    """Unsigned and wrongly signed parameters read no block and make neither engine connect anywhere."""
-    before = talk.info()
-    made_up = {
+def made_up(trap: socket.socket) -> list[dict[str, Any]]:
+    """Return parameters that lead to the trap: unsigned, wrongly signed, and of a stock router's kind."""
+    named = {
         "remote_engine_id": secrets.token_hex(8),
-        "remote_request_id": "bidikv-ticket-made-up",
+        "remote_request_id": f"bidikv-ticket-{secrets.token_hex(8)}",
         "remote_host": "127.0.0.1",
         "remote_port": trap.getsockname()[1],
         "remote_block_ids": [list(range(1, 14))],
         "remote_num_tokens": 400,
         "tp_size": 1,
     }
-    for way in ({"do_remote_prefill": True}, {"do_remote_decode": True, "do_remote_prefill": False}):
-        unsigned = made_up | way
-        for params in (unsigned, sign(unsigned, b"another secret of sixteen bytes"), {**unsigned, "bidikv_mac": "00"}):
-            post_hidden(rig, role, route, body_for(route, talk, kv_transfer_params=params))
-    verify_untouched(talk, before)
+    ways = ({"do_remote_prefill": True}, {"do_remote_decode": True, "do_remote_prefill": False})
+    unsigned = [named | way for way in ways]
+    forged = [sign(params, b"another secret of sixteen bytes") for params in unsigned]
+    return [*unsigned, *forged, *({**params, "bidikv_mac": "00"} for params in unsigned)]
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("route", ROUTES)
-def test_a_real_ticket_in_the_wrong_hands(rig: Rig, talk: Talk, role: str, route: str) -> None:
-    """A ticket that was used, or that was changed after it was signed, reads nothing on a stock route."""
-    tickets: list[dict[str, Any]] = []
-
-    def watch(gate: Gate, call: dict[str, Any]) -> Any:
-        tickets.append(ticket_of(call))
-        return gate.pass_on(call)
-
-    with Gate(rig, watch):
+def test_an_engine_believes_only_what_is_signed(rig: Rig, talk: Talk, trap: socket.socket) -> None:
+    """Made-up, changed and used tickets that reach P's engine read nothing and make it connect nowhere."""
+    with Gate(rig, lambda gate, call: gate.pass_on(call)) as gate:
         talk.fetched_turn("Go on.")
-    before = talk.info()
-    (used,) = tickets
-    for params in (used, {**used, "remote_request_id": "bidikv-ticket-another"}, {**used, "remote_num_tokens": 32}):
-        post_hidden(rig, role, route, body_for(route, talk, kv_transfer_params=params))
+    before, hits = talk.info(), external_hits(rig)
+    used = ticket_of(gate.calls[0])
+    changed = [{**used, "remote_request_id": "bidikv-ticket-another"}, {**used, "remote_num_tokens": 32}]
+    for params in [*made_up(trap), *changed, used]:
+        salt = secrets.token_hex(8)
+        reply = gate.pass_on({**gate.calls[0], "kv_transfer_params": params, "cache_salt": salt})
+        assert reply.status_code == 200
+        answer = reply.json()["kv_transfer_params"]
+        # What is not signed is no prefill call at all; the used ticket is one, without its blocks.
+        assert (answer is None) == (params is not used)
+        if answer is not None:
+            report = answer["bidikv"]
+            assert (report["local_tokens"], report["fetched_tokens"], report["reason"]) == (0, 0, "read_failed")
+    assert external_hits(rig) == hits
     verify_untouched(talk, before)
 
 
@@ -148,7 +146,7 @@ def test_the_prefill_route_is_not_there_for_strangers(rig: Rig, talk: Talk, cont
     """Without the token P's prefill route is a 404 whatever is sent; with it, D's is one as well."""
     with Gate(rig, lambda gate, call: gate.pass_on(call)) as gate:
         talk.fetched_turn("Go on.")
-    for authorization in ({}, {"Authorization": "Bearer guess"}, {"Authorization": "Bearer "}):
+    for authorization in ({}, {"Authorization": "Bearer guess"}, {"Authorization": "Basic guess"}):
         reply = rig.prefill.post(PREFILL_PATH, content=content, headers=authorization)
         assert (reply.status_code, reply.json()["error"]["code"]) == (404, "not_found")
     assert rig.decode.post(PREFILL_PATH, content=content, headers=gate.headers).status_code == 404

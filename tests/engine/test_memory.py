@@ -2,9 +2,10 @@
 
 import secrets
 
-import pytest
-
-from .harness import POOL_BLOCKS, Gate, Rig, Said, Talk, eventually, ticket_of, words
+from .common import POOL_BLOCKS, eventually
+from .gate import Gate, ticket_of
+from .rig import Rig
+from .talk import Said, Talk, words
 
 
 def test_a_release_gives_every_block_back(rig: Rig) -> None:
@@ -162,13 +163,16 @@ def test_a_reset_waits_for_readers(rig: Rig) -> None:
     assert answers == [{"success": False}]
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_an_idle_engine_with_leases_rests(rig: Rig, role: str) -> None:
-    """A lease gives an idle engine nothing to do: it takes no steps while one is held."""
-    talk = rig.talk()
-    talk.right_turn(words(100))
-    eventually(lambda: not rig.metric(role, "vllm:num_requests_running"), "an idle engine")
-    before = rig.metric(role, "vllm:iteration_tokens_total_count")
-    for _ in range(20):
-        talk.info()
-    assert rig.metric(role, "vllm:iteration_tokens_total_count") == before
+def test_turns_that_outgrow_the_pool_together(rig: Rig) -> None:
+    """Running turns that do not all fit are preempted on D and end with the right answers, leases or not."""
+    before = rig.metric("decode", "vllm:num_preemptions_total")
+    talks = [rig.talk() for _ in range(4)]
+    for number, talk in enumerate(talks):
+        talk.right_turn(words(120, f"long{number}"))
+    running = [talk.in_background("All of it.", max_tokens=800, ignore_eos=True) for talk in talks]
+    for said in [future.result() for future in running]:
+        assert len(said.ids) == 800
+        assert said.ids == rig.recomputed(said.prompt_ids, 800)
+    assert rig.metric("decode", "vllm:num_preemptions_total") > before
+    for talk in talks:
+        talk.right_turn("Shorter.")

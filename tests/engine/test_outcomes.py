@@ -3,8 +3,11 @@
 import pytest
 
 from bidikv_sdk import BidiKV
+from server_ext.launch.tiny import TINY
 
-from .harness import TINY, Rig, Talk, eventually, words
+from .common import eventually
+from .rig import Rig
+from .talk import Talk, words
 
 
 @pytest.fixture

@@ -4,7 +4,11 @@ from typing import Any
 
 import pytest
 
-from .harness import MAX_MODEL_LEN, TINY, Rig, words
+from server_ext.launch.tiny import TINY
+
+from .common import MAX_MODEL_LEN
+from .rig import Rig
+from .talk import words
 
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}]}]
 TRANSFER = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
@@ -69,6 +73,12 @@ def test_a_body_that_is_no_object(rig: Rig, verb: str, body: bytes) -> None:
     response = rig.decode.post(f"/v1/sessions/{talk.id}/{verb}", content=body, headers=talk.headers)
     assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_request")
     assert talk.lease()["state"] == "active"
+
+
+def test_a_body_that_is_too_large(rig: Rig) -> None:
+    """A body that no chat can have is refused before it is parsed."""
+    response = rig.talk().post("turns", "x" * (65 << 20))
+    assert (response.status_code, response.json()["error"]["code"]) == (413, "request_too_large")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from .harness import Rig, events_of, read_stream, words
+from .rig import Rig
+from .talk import events_of, read_stream, words
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["streamed again", "whole again"])

@@ -7,8 +7,11 @@ import pytest
 from anyio import to_thread
 
 from bidikv_sdk import AsyncBidiKV, BidiKV, LeaseLost, SessionNotFound, UnsupportedParameter
+from server_ext.launch.tiny import TINY
 
-from .harness import POOL_BLOCKS, TINY, Rig, eventually, words
+from .common import POOL_BLOCKS, eventually
+from .rig import Rig
+from .talk import words
 
 GREEDY = {"temperature": 0, "max_tokens": 12, "return_token_ids": True}
 
@@ -35,9 +38,7 @@ def renewals(rig: Rig, session: Any) -> Callable[[], bool]:
 
     def renewed() -> bool:
         # The rest of a lease only ever grows by a renewal.
-        (remaining_s,) = [
-            info["lease"]["remaining_s"] for info in rig.sessions() if info["session"] == session.id
-        ]
+        (remaining_s,) = [info["lease"]["remaining_s"] for info in rig.sessions() if info["session"] == session.id]
         grown, seen[0] = remaining_s > seen[0] > 0, remaining_s
         return grown
 
@@ -60,7 +61,7 @@ def test_a_session(rig: Rig) -> None:
             (listed,) = client.sessions()
             assert (listed.session, listed.turn, listed.cache) == (session.id, 2, None)
             with session.stream("And then?") as stream:
-                text = "".join(stream.text_stream())
+                text = "".join(stream.text_stream)
                 turn = stream.final_turn()
             assert turn.text == text
             assert turn.cache.outcome == "fetched"
@@ -97,7 +98,7 @@ async def test_an_async_session(rig: Rig) -> None:
             (listed,) = await client.sessions()
             assert (listed.session, listed.turn, listed.cache) == (session.id, 2, None)
             async with session.stream("And then?") as stream:
-                text = "".join([delta async for delta in stream.text_stream()])
+                text = "".join([delta async for delta in stream.text_stream])
                 turn = await stream.final_turn()
             assert turn.text == text
             assert turn.cache.outcome == "fetched"

@@ -2,7 +2,8 @@
 
 import pytest
 
-from .harness import Rig, words
+from .rig import Rig
+from .talk import words
 
 
 @pytest.mark.parametrize("stream", [True, False])
