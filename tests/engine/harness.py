@@ -101,9 +101,7 @@ class Rig:
         self.gate_port = gate_port
         self.decode, self.prefill = (
             # The engines close idle connections after 5 s: one that is about to be closed must not be used.
-            httpx.Client(
-                base_url=url, timeout=DEADLINE_S, trust_env=False, limits=httpx.Limits(keepalive_expiry=1.0)
-            )
+            httpx.Client(base_url=url, timeout=DEADLINE_S, trust_env=False, limits=httpx.Limits(keepalive_expiry=1.0))
             for url in (stack.url, stack.prefill_url)
         )
         self.threads = ThreadPoolExecutor(8)

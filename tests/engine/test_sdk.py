@@ -35,9 +35,7 @@ def renewals(rig: Rig, session: Any) -> Callable[[], bool]:
 
     def renewed() -> bool:
         # The rest of a lease only ever grows by a renewal.
-        (remaining_s,) = [
-            info["lease"]["remaining_s"] for info in rig.sessions() if info["session"] == session.id
-        ]
+        (remaining_s,) = [info["lease"]["remaining_s"] for info in rig.sessions() if info["session"] == session.id]
         grown, seen[0] = remaining_s > seen[0] > 0, remaining_s
         return grown
 
