@@ -37,6 +37,7 @@ lint: .venv/.stamp
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/mypy --python-version 3.10 bidikv_sdk
 	$(BIN)/lint-imports
 
 test: lint

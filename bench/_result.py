@@ -58,13 +58,11 @@ class Result:
 
     @cached_property
     def ratio(self) -> float:
-        """Median speedup over the long turns; 0 where there is none."""
-        long = [
-            speedup
-            for turn, speedup in zip(self.turns, self.speedups, strict=True)
-            if turn.cache.held_tokens >= LONG_TOKENS
-        ]
-        return median(long) if long else 0.0
+        """Median TTFT without reuse over median TTFT with it, of the long turns; 0 where there is none."""
+        long = [(turn, without) for turn, without in self._pairs() if turn.cache.held_tokens >= LONG_TOKENS]
+        if not long:
+            return 0.0
+        return median(without.ttft_s for _, without in long) / median(turn.ttft_s for turn, _ in long)
 
     @cached_property
     def prefill_rate(self) -> PrefillRate:

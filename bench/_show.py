@@ -55,7 +55,7 @@ def comparison(result: Result) -> Table:
             style="" if turn.cache.held_tokens >= LONG_TOKENS else "dim",
         )
     table.caption = (
-        f"median over the turns that held {LONG_TOKENS} tokens or more: {result.ratio:.1f}"
+        f"medians of the turns that held {LONG_TOKENS} tokens or more: {result.ratio:.1f}"
         f" (physical limit of this machine: {result.ceiling_ratio:.1f})"
     )
     return table

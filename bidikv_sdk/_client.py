@@ -50,16 +50,12 @@ class _BaseClient:
         max_retries: int,
         default_headers: Mapping[str, str] | None,
     ) -> Settings:
-        base_url = base_url or _environment("BIDIKV_BASE_URL", "OPENAI_BASE_URL")
+        base_url = base_url or os.environ.get("BIDIKV_BASE_URL") or None
         if base_url is None:
             msg = "no server: pass base_url, or set BIDIKV_BASE_URL, as in http://127.0.0.1:8200/v1"
             raise ConfigurationError(msg)
-        api_key = api_key or _environment("BIDIKV_API_KEY", "OPENAI_API_KEY")
+        api_key = api_key or os.environ.get("BIDIKV_API_KEY") or None
         return Settings(base_url, api_key, timeout_s, max_retries, dict(default_headers or {}), self._clock)
-
-
-def _environment(*names: str) -> str | None:
-    return next((value for name in names if (value := os.environ.get(name))), None)
 
 
 class BidiKV(_BaseClient):
@@ -67,8 +63,8 @@ class BidiKV(_BaseClient):
 
     Args:
         base_url: Where the server's routes begin, as in `http://127.0.0.1:8200/v1`.
-            None: `BIDIKV_BASE_URL`, else `OPENAI_BASE_URL`.
-        api_key: Sent as a bearer token. None: `BIDIKV_API_KEY`, else `OPENAI_API_KEY`, else none is sent.
+            None: `BIDIKV_BASE_URL`.
+        api_key: Sent as a bearer token. None: `BIDIKV_API_KEY`, else none is sent.
         timeout: Seconds to wait for the next byte (connecting: at most 5 s); None: no limit.
         max_retries: How often a request that failed for a passing reason is repeated.
         default_headers: Headers of every request.
@@ -155,8 +151,8 @@ class AsyncBidiKV(_BaseClient):
 
     Args:
         base_url: Where the server's routes begin, as in `http://127.0.0.1:8200/v1`.
-            None: `BIDIKV_BASE_URL`, else `OPENAI_BASE_URL`.
-        api_key: Sent as a bearer token. None: `BIDIKV_API_KEY`, else `OPENAI_API_KEY`, else none is sent.
+            None: `BIDIKV_BASE_URL`.
+        api_key: Sent as a bearer token. None: `BIDIKV_API_KEY`, else none is sent.
         timeout: Seconds to wait for the next byte (connecting: at most 5 s); None: no limit.
         max_retries: How often a request that failed for a passing reason is repeated.
         default_headers: Headers of every request.

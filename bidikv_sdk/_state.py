@@ -114,6 +114,25 @@ class SessionState:
             SessionBusy: another turn is running.
         """
         self.check_open()
+        if not self.running.acquire(blocking=False):
+            msg = f"a turn of session {self.id} is running; send the next one when it is complete"
+            raise SessionBusy(msg)
+        try:
+            return self._begin(delta, parameters, stream=stream, route=route, ttl_s=ttl_s, timeout_s=timeout_s)
+        except BaseException:
+            self.running.release()
+            raise
+
+    def _begin(
+        self,
+        delta: Delta,
+        parameters: Mapping[str, Any],
+        *,
+        stream: bool,
+        route: Route | None,
+        ttl_s: float | None,
+        timeout_s: float | None,
+    ) -> ActiveTurn:
         check_parameters(parameters)
         messages = messages_of(delta) if self.records else self._system + messages_of(delta)
         route = route or self._route
@@ -132,9 +151,6 @@ class SessionState:
         }
         if tools != self.tools or not self.tools_sent:
             body["tools"] = tools
-        if not self.running.acquire(blocking=False):
-            msg = f"a turn of session {self.id} is running; send the next one when it is complete"
-            raise SessionBusy(msg)
         return ActiveTurn(self, messages, tools, turn_call(body, stream=stream, timeout_s=timeout_s))
 
     def control(self, verb: str, **options: Any) -> Call:

@@ -33,7 +33,7 @@ class HomeSettings:
     """How long its blocks outlast a ticket's deadline: for a read under way, and for clocks that drift."""
     provisional_ttl_s: float = 5.0
     """How long the blocks of a finished turn wait to be settled."""
-    turn_timeout_s: float = 900.0
+    turn_timeout_s: float = 3600.0
     """After this a turn that nobody settled or abandoned is given up."""
     session_retention_s: float = 3600.0
     """How long a session is kept after its last use; at least `max_ttl_s`."""

@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from bidikv_sdk.wire import Reason
 
 MAC_KEY: Final = "bidikv_mac"
+TICKET_VERSION: Final = 1
+"""Of the fields that a reader relies on; another one is refused as malformed.
+
+1. The first version.
+"""
 TICKET_ID_PREFIX: Final = "bidikv-ticket-"
 """Tells a ticket's `remote_request_id` from a request's, in the notifications that readers send."""
 
@@ -113,7 +118,8 @@ def build_ticket(
 
     Args:
         address: how to reach the engine: `remote_engine_id`, `remote_host`, `remote_port`, `tp_size`,
-            `remote_blocks_expiry_time` (on the engine's own clock), and what else its transport wants.
+            `remote_blocks_expiry_time` (on the engine's own clock), `bidikv_ttl_s` (the same as seconds from now), and
+            what else its transport wants.
         ticket_id: with `TICKET_ID_PREFIX`.
         block_ids: [blocks of num_tokens], in the order of the tokens.
         num_tokens: tokens that the ticket covers, at most those of the prompt.
@@ -131,6 +137,7 @@ def build_ticket(
             "remote_request_id": ticket_id,
             "remote_num_tokens": num_tokens,
             "bidikv": {
+                "version": TICKET_VERSION,
                 "prompt_hash": hash_ids(prompt_ids, num_tokens),
                 "fingerprint": fingerprint,
                 "nonce": nonce,
@@ -193,6 +200,7 @@ def _is_well_formed(params: object) -> bool:
         return False
     groups: Any = params.get("remote_block_ids")
     issued_for, expiry = params.get("bidikv"), params.get("remote_blocks_expiry_time")
+    ttl_s = params.get("bidikv_ttl_s")
     return (
         all(isinstance(params.get(name), str) for name in _TEXT_FIELDS)
         and params["remote_request_id"].startswith(TICKET_ID_PREFIX)
@@ -205,7 +213,10 @@ def _is_well_formed(params: object) -> bool:
         and len(groups) == 1
         and _is_list(groups[0])
         and all(_is_int(block_id) and block_id >= 0 for block_id in groups[0])
+        and isinstance(ttl_s, int | float)
+        and not isinstance(ttl_s, bool)
         and isinstance(issued_for, Mapping)
+        and issued_for.get("version") == TICKET_VERSION
         and isinstance(issued_for.get("prompt_hash"), str)
         and isinstance(issued_for.get("fingerprint"), str)
         and isinstance(issued_for.get("nonce"), str)

@@ -163,6 +163,10 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, 
             "context parallelism: not tested yet; use 1",
         ),
         (
+            vllm_config.lora_config is not None,
+            "LoRA adapters: not tested yet; start without --enable-lora",
+        ),
+        (
             vllm_config.speculative_config is not None,
             "speculative decoding: not tested yet; start without speculative_config",
         ),
@@ -178,7 +182,7 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, 
 
 
 def model_fingerprint(vllm_config: VllmConfig) -> str:
-    """Name what the KV cache of a token sequence depends on, apart from weights version and LoRA.
+    """Name what the KV cache of a token sequence depends on, apart from the version of the weights.
 
     Returns:
         A short hash over the model's own configuration, dtypes and block size; equal on P and D where a block of one

@@ -63,4 +63,4 @@ class BidiKVConnector(compat.NixlPullConnector):
 
     def on_weight_version(self, weight_version: str) -> None:
         """Note that the engine now serves other weights."""
-        self.connector_scheduler.weight_version = weight_version
+        self.connector_scheduler.identity.weight_version = weight_version

@@ -10,7 +10,7 @@ def dispatch(connector: Any, op: str, arg: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         connector: the scheduler's KV connector, or None where the engine has none.
-        op: one of the ops of `core.home.Home`, or `describe`.
+        op: one of the ops of `core.home.Home`.
         arg: the op's argument, plain values only.
 
     Returns:

@@ -20,6 +20,7 @@ from bidikv_sdk.prefix import num_blocks
 from server_ext.core.home import Home
 from server_ext.core.tickets import verify
 from server_ext.engine import compat
+from server_ext.engine.identity import Identity
 from server_ext.engine.pins import BlockPoolPins
 
 if TYPE_CHECKING:
@@ -55,9 +56,8 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
         settings: EngineSettings,
     ) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
-        self.weight_version = "default"  # EngineCore's own initial value; changes come through on_weight_version
+        self.identity = Identity(vllm_config)
         self._settings = settings
-        self._fingerprint = compat.model_fingerprint(vllm_config)
         (group,) = kv_cache_config.kv_cache_groups
         self._block_bytes = len(group.layer_names) * group.kv_cache_spec.page_size_bytes
         self._max_request_blocks = num_blocks(vllm_config.model_config.max_model_len, self.block_size)
@@ -126,14 +126,13 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
 
         Args:
             op: an op of `Home.handle`.
-            arg: its argument; a turn's `lora` (adapter name or empty) is made part of the fingerprint here.
+            arg: its argument, but for the fingerprint of a turn, which only the engine knows.
 
         Returns:
-            The op's reply, or `{"error": {...}}`.
+            The op's reply, or `{"error": {...}}`; a turn's begin also says the `fingerprint` that P must have.
         """
-        if op == "begin":
-            arg["fingerprint"] = f"{self._fingerprint}/{self.weight_version}/{arg.pop('lora', '')}"
-        return self._home.handle(op, arg, now_s=time.perf_counter())
+        identity = {"fingerprint": self.identity.fingerprint} if op == "begin" else {}
+        return self._home.handle(op, {**arg, **identity}, now_s=time.perf_counter()) | identity
 
     def _address(self, deadline_s: float) -> dict[str, Any]:
         """Return how to reach this engine, in vLLM's own transfer parameters.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from server_ext.core.tickets import REFUSAL_REASONS, check_ticket, verify
 from server_ext.engine import compat
+from server_ext.engine.identity import Identity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -83,9 +84,8 @@ class PrefillScheduler(compat.NixlPullConnectorScheduler):
         settings: EngineSettings,
     ) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
-        self.weight_version = "default"  # EngineCore's own initial value; changes come through on_weight_version
+        self.identity = Identity(vllm_config)
         self._secret = settings.secret
-        self._fingerprint = compat.model_fingerprint(vllm_config)
         self._reads: dict[str, Read] = {}
         self._seen_tickets: OrderedDict[str, None] = OrderedDict()
 
@@ -100,11 +100,10 @@ class PrefillScheduler(compat.NixlPullConnectorScheduler):
         super().on_new_request(request)
 
     def _take_ticket(self, request: compat.Request, params: dict[str, Any], read: Read) -> None:
-        lora = request.lora_request.lora_name if request.lora_request is not None else ""
         refusal = check_ticket(
             params,
             prompt_ids=request.prompt_token_ids or [],
-            fingerprint=f"{self._fingerprint}/{self.weight_version}/{lora}",
+            fingerprint=self.identity.fingerprint,
             block_size=self.block_size,
             seen_ids=self._seen_tickets,
         )
@@ -165,7 +164,7 @@ class PrefillScheduler(compat.NixlPullConnectorScheduler):
         read = self._reads.pop(request.request_id, None)
         delay_free, params = super().request_finished(request, block_ids)
         if read is not None and params is not None:
-            params["bidikv"] = read.to_json(time.perf_counter())
+            params["bidikv"] = {**read.to_json(time.perf_counter()), "fingerprint": self.identity.fingerprint}
         return delay_free, params
 
     def control(self, op: str, arg: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002 - the channel's signature

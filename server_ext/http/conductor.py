@@ -110,7 +110,14 @@ class Conductor:
             prompt_hash=chunks[-1].get("prompt_hash", "") if chunks else "",
         )
         prompt = await self._renderer.render(vllm_request, history, request.messages)
-        turn = await self._begin(caller, request, prompt, started_s)
+        rendered_s = time.perf_counter()
+        route = request.route or self._settings.home.default_route
+        route = "fetch" if route == "auto" else route
+        begun = await self._begin(caller, request, prompt, want_ticket=route == "fetch")
+        if begun["reply"] is not None:  # another try of the same turn has completed in the meantime
+            return self._replay(begun, stream=request.stream)
+        clock = Clock(started_s=started_s, rendered_s=rendered_s, begun_s=time.perf_counter())
+        turn = self._turn(caller, request, prompt, route, begun, clock)
         try:
             result = await self._generate(turn, vllm_request, prompt.token_ids, raw_request)
             if request.stream:
@@ -124,28 +131,27 @@ class Conductor:
             raise
         return completion
 
-    async def _begin(self, caller: Caller, request: TurnRequest, prompt: Prompt, started_s: float) -> Turn:
-        rendered_s = time.perf_counter()
-        route: Route = request.route or self._settings.home.default_route
-        if route == "auto":
-            route = "fetch"
-
+    async def _begin(
+        self, caller: Caller, request: TurnRequest, prompt: Prompt, *, want_ticket: bool
+    ) -> dict[str, Any]:
         def undo(late: dict[str, Any]) -> None:
             if late["reply"] is None:
                 self.home.call_soon("abandon", {"nonce": late["nonce"], "return_ticket": True})
 
-        begun = await self.home.call(
-            "begin",
-            {
-                **self._turn_arg(caller, request),
-                "prompt_ids": prompt.token_ids.tobytes(),
-                "want_ticket": route == "fetch" and bool(self._settings.prefill_urls),
-            },
-            on_late=undo,
-        )
+        arg = {
+            **self._turn_arg(caller, request),
+            "prompt_ids": prompt.token_ids.tobytes(),
+            "want_ticket": want_ticket and bool(self._settings.prefill_urls),
+        }
+        return await self.home.call("begin", arg, on_late=undo)
+
+    def _turn(
+        self, caller: Caller, request: TurnRequest, prompt: Prompt, route: Route, begun: dict[str, Any], clock: Clock
+    ) -> Turn:
         fresh = self._settings.fresh_prefill_salt or route == "recompute"
         plan = Plan(
             nonce=begun["nonce"],
+            fingerprint=begun["fingerprint"],
             request_id=caller.request_id,
             prompt=prompt,
             route=route,
@@ -154,17 +160,11 @@ class Conductor:
             held_tokens=begun["held_tokens"],
             diverged_at=begun["diverged_at"],
             lease_reason=begun["lease_reason"],
+            ticket_reason=begun["ticket_reason"],
             prefill_salt=uuid.uuid4().hex if fresh else self.tenants.cache_salt(caller.tenant),
         )
-        clock = Clock(started_s=started_s, rendered_s=rendered_s, begun_s=time.perf_counter())
-        return Turn(
-            plan,
-            clock,
-            home=self.home,
-            prefill=self._prefill,
-            renderer=self._renderer,
-            secret=self._settings.secret,
-        )
+        secret = self._settings.secret
+        return Turn(plan, clock, home=self.home, prefill=self._prefill, renderer=self._renderer, secret=secret)
 
     @staticmethod
     def _turn_arg(caller: Caller, request: TurnRequest) -> dict[str, Any]:

@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 # time, one that is too short throws a healthy P's work away.
 _PRIOR_TOKENS_PER_S = 50.0
 _GRACE_S = 10.0
+# Of a new observation in the expected rate; a P that misses its deadline is expected to be half as fast from then on.
+_WEIGHT = 0.3
+# Fewer computed tokens measure the call, not the rate.
+_MIN_OBSERVED_TOKENS = 128
+# A turn must end long before the home gives it up, whatever P does.
+_MAX_SHARE_OF_TURN = 0.25
+_ADDRESS_FIELDS = ("remote_engine_id", "remote_request_id", "remote_host")
 # A peer that does not even accept is asked no longer than this.
 _CONNECT_TIMEOUT_S = 2.0
 # vLLM closes idle connections after 5 s: one that is just being closed would look like a P that is gone.
@@ -47,6 +54,7 @@ class Prefilled:
     - `local_tokens`, `fetched_tokens`: of the prompt, from P's own prefix cache and from D's lease.
     - `fetch_s`: duration of P's read, in seconds; None where nothing was fetched.
     - `reason`: why a ticket was not used; None where it was, or where there was none.
+    - `fingerprint`: of the model and weights that P computed with.
     - `read_age_s`: how long before its answer P's read had ended, in seconds; None where nothing was fetched.
     """
 
@@ -56,6 +64,7 @@ class Prefilled:
     fetch_s: float | None
     reason: str | None
     read_age_s: float | None
+    fingerprint: str
 
 
 class PrefillClient:
@@ -74,7 +83,8 @@ class PrefillClient:
         self._urls = settings.prefill_urls
         self._timeout_s = settings.prefill_timeout_s
         self._block_size = block_size
-        self._slowest_tokens_per_s = _PRIOR_TOKENS_PER_S
+        self._max_deadline_s = _MAX_SHARE_OF_TURN * settings.home.turn_timeout_s
+        self._tokens_per_s = _PRIOR_TOKENS_PER_S
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {prefill_token(settings.secret)}"},
             timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT_S),
@@ -113,7 +123,7 @@ class PrefillClient:
 
     async def _call(self, url: str, body: dict[str, Any], request_id: str) -> Prefilled:
         num_tokens = len(body["token_ids"])
-        deadline_s = self._timeout_s or _GRACE_S + 2 * num_tokens / self._slowest_tokens_per_s
+        deadline_s = self._timeout_s or min(_GRACE_S + 2 * num_tokens / self._tokens_per_s, self._max_deadline_s)
         started_s = time.perf_counter()
         try:
             async with asyncio.timeout(deadline_s):
@@ -127,12 +137,13 @@ class PrefillClient:
             msg = f"prefill node {url} failed after {time.perf_counter() - started_s:.1f} s: {error!r}"
             # A request that was refused as such never reached P's engine.
             refused = isinstance(error, httpx.HTTPStatusError) and error.response.is_client_error
+            if isinstance(error, TimeoutError):
+                self._tokens_per_s /= 2
             raise PrefillUnavailable(msg, may_still_read=not refused) from error
         num_computed = num_tokens - prefilled.local_tokens - prefilled.fetched_tokens
-        # Short computations measure the call, not the rate.
-        if num_computed >= self._block_size:
+        if num_computed >= _MIN_OBSERVED_TOKENS:
             rate = num_computed / (time.perf_counter() - started_s)
-            self._slowest_tokens_per_s = min(self._slowest_tokens_per_s, rate)
+            self._tokens_per_s += _WEIGHT * (rate - self._tokens_per_s)
         return prefilled
 
     def _check(self, reply: dict[str, Any], num_tokens: int) -> Prefilled:
@@ -154,13 +165,16 @@ class PrefillClient:
             (min(local_tokens, fetched_tokens) >= 0 and local_tokens + fetched_tokens <= num_tokens, "token counts"),
             (fetch_s is None or isinstance(fetch_s, int | float), "fetch_s"),
             (read_age_s is None or isinstance(read_age_s, int | float), "read_age_s"),
+            (isinstance(report["fingerprint"], str), "fingerprint"),
+            (all(isinstance(params[name], str) for name in _ADDRESS_FIELDS), "address"),
+            (type(params["remote_port"]) is int, "address"),
             (reason is None or reason in REASONS, "reason"),
         )
         for holds, what in rules:
             if not holds:
                 msg = f"the answer for {num_tokens} tokens has a wrong {what}"
                 raise ValueError(msg)
-        return Prefilled(params, local_tokens, fetched_tokens, fetch_s, reason, read_age_s)
+        return Prefilled(params, local_tokens, fetched_tokens, fetch_s, reason, read_age_s, report["fingerprint"])
 
     async def close(self) -> None:
         """Close the connections."""

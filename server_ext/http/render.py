@@ -205,7 +205,8 @@ class TurnRenderer:
 
     def _check_length(self, request: Any, num_tokens: int) -> None:
         max_model_len = self._model_config.max_model_len
-        asked = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+        # Not by attribute: OpenAI's older name is marked as deprecated, and reading it would warn.
+        asked = request.max_completion_tokens or request.__dict__.get("max_tokens")
         if num_tokens + (asked or 1) > max_model_len:
             msg = (
                 f"the prompt has {num_tokens} tokens and {asked or 1} more are asked for, but the model's context "

@@ -28,6 +28,7 @@ logger = init_logger("vllm.bidikv")
 router = APIRouter(prefix="/v1/sessions", tags=["bidikv"])
 
 _REQUEST_ID = "X-Request-Id"
+_MAX_REQUEST_ID_CHARS = 128
 _MAX_BODY_BYTES = 64 << 20  # a million tokens of text several times over; more is no chat
 
 
@@ -73,9 +74,9 @@ class Call:
 
 
 def request_id_of(raw_request: Request) -> str:
-    """Return the caller's request id, or a new one (the same for the whole call)."""
+    """Return the caller's request id, or a new one (the same for the whole call) where that is none for a log."""
     given = raw_request.headers.get(_REQUEST_ID)
-    if given is None:
+    if given is None or len(given) > _MAX_REQUEST_ID_CHARS or not (given.isascii() and given.isprintable()):
         given = getattr(raw_request.state, "bidikv_request_id", None) or uuid.uuid4().hex
         raw_request.state.bidikv_request_id = given
     return given

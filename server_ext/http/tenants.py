@@ -26,7 +26,8 @@ class Tenants:
         """Return the tenant of a request that vLLM has let through."""
         if not self._has_keys:
             return SINGLE_TENANT
-        key = headers.get("authorization", "").removeprefix("Bearer ")
+        # Taken apart as vLLM's own check does, or one key would be as many tenants as "bearer" has spellings.
+        _, _, key = headers.get("authorization", "").partition(" ")
         return self._digest("tenant", key)
 
     def cache_salt(self, tenant: str, *, session_id: str | None = None) -> str | None:

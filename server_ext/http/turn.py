@@ -9,6 +9,7 @@ import asyncio
 import json
 import time
 from array import array
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,15 +35,18 @@ class Plan:
     """What is known of a turn when it begins.
 
     - `nonce`: of this turn; the engine knows the turn's request by it.
+    - `fingerprint`: of D's model and weights; what P computes under another one is of no use.
     - `prompt`: what D and P compute.
     - `route`: the way it shall go; `forced` tells that the caller asked for it.
     - `ticket`: signed transfer parameters for reading the lease; None where P gets none.
     - `held_tokens`, `diverged_at`: of the lease, for the report.
     - `lease_reason`: why the lease is gone or smaller; None where it is whole.
+    - `ticket_reason`: why there is no ticket although tokens matched.
     - `prefill_salt`: of P's prefix cache; None for none.
     """
 
     nonce: str
+    fingerprint: str
     request_id: str
     prompt: Prompt
     route: Route
@@ -51,6 +55,7 @@ class Plan:
     held_tokens: int
     diverged_at: int | None
     lease_reason: Reason | None
+    ticket_reason: Reason | None
     prefill_salt: str | None
 
 
@@ -111,9 +116,7 @@ class Turn:
         self, engine_client: Any, prompt: Any, params: Any, request_id: str, options: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
         transfer = None
-        if options.get("lora_request") is not None:
-            self._prefill_reason = "unsupported"  # adapters are not passed to P yet
-        elif self.plan.route != "local":
+        if self.plan.route != "local":
             transfer = await self._ask_prefill_node()
         if self.plan.ticket is not None and not self._may_still_read:
             # P has read, or never will: give the references back now, not at the deadline.
@@ -145,7 +148,12 @@ class Turn:
             return None
         finally:
             self._clock.prefilled_s = time.perf_counter()
-        self._prefilled, self._may_still_read = prefilled, False
+        self._may_still_read = False
+        if prefilled.fingerprint != plan.fingerprint:
+            logger.warning("Turn %s is computed on D: P serves another model or other weights.", plan.request_id)
+            self._prefill_reason = "model_changed"
+            return None
+        self._prefilled = prefilled
         return prefilled.params
 
     def _take(self, output: Any) -> None:
@@ -221,7 +229,8 @@ class Turn:
             return
         self.is_over = True
         if self._generation is not None:
-            await self._generation.aclose()  # aborts the engine's request
+            with suppress(Exception):  # whatever the engine says, the session must be free again
+                await self._generation.aclose()  # aborts the engine's request
         # A ticket that P may still be reading stays until its deadline.
         await self._home.call("abandon", {"nonce": self.plan.nonce, "return_ticket": not self._may_still_read})
 
@@ -246,7 +255,7 @@ class Turn:
             outcome = "local" if reused else "recomputed"
         return CacheReport(
             outcome=outcome,
-            reason=self._reason(outcome),
+            reason=self._reason(),
             prompt_tokens=num_prompt,
             held_tokens=plan.held_tokens,
             reused_tokens=reused,
@@ -256,7 +265,7 @@ class Turn:
             timings_s=self._timings(),
         )
 
-    def _reason(self, outcome: Outcome) -> Reason:
+    def _reason(self) -> Reason:
         plan = self.plan
         if self._prefill_reason is not None:
             return self._prefill_reason
@@ -266,8 +275,10 @@ class Turn:
             return "forced"
         if plan.lease_reason is not None:
             return plan.lease_reason
-        if outcome != "fetched" and plan.held_tokens and plan.ticket is None and plan.route == "fetch":
-            return "below_threshold"
+        if plan.ticket_reason is not None:
+            return plan.ticket_reason
+        if plan.diverged_at is not None:
+            return "messages_changed"
         return "forced" if plan.forced else "cheapest"
 
     def _timings(self) -> Timings:

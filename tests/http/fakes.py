@@ -86,12 +86,15 @@ class FakePrefillNode:
         num_tokens = len(body["token_ids"])
         fetched = body["kv_transfer_params"].get("remote_num_tokens", 0)
         report = {"local_tokens": 0, "fetched_tokens": fetched, "fetch_s": 0.01 if fetched else None, "reason": None}
-        report["read_age_s"] = 0.02 if fetched else None
+        report |= {"read_age_s": 0.02 if fetched else None, "fingerprint": "model"}
         params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_block_ids": [list(range(num_blocks(num_tokens, BLOCK_SIZE)))],
             "remote_engine_id": "p",
+            "remote_request_id": "r",
+            "remote_host": "127.0.0.1",
+            "remote_port": 5600,
             "bidikv": report,
         }
         return {"kv_transfer_params": params | changes}
@@ -161,9 +164,8 @@ class FakeEngine:
             msg = "the engine core is gone"
             raise RuntimeError(msg)
         self.ops.append((op, arg))
-        if op == "begin":
-            arg["fingerprint"] = "model"
-        return self.home.handle(op, arg, now_s=self.now_s)
+        identity = {"fingerprint": "model"} if op == "begin" else {}
+        return self.home.handle(op, arg | identity, now_s=self.now_s) | identity
 
     def ops_named(self, op: str) -> list[dict[str, Any]]:
         """Return the arguments of all calls of an op."""

@@ -6,6 +6,7 @@ from array import array
 import httpx
 import pytest
 
+from server_ext.core.settings import HomeSettings
 from server_ext.http.prefill_client import PrefillClient, PrefillUnavailable
 from server_ext.http.prefill_route import PREFILL_PATH, prefill_token
 
@@ -62,7 +63,9 @@ def test_a_good_answer():
     assert seen[0].headers["x-request-id"] == "r1"
 
 
-GOOD_REPORT = {"local_tokens": 0, "fetched_tokens": 40, "fetch_s": None, "read_age_s": None, "reason": None}
+GOOD_REPORT = {"local_tokens": 0, "fetched_tokens": 40, "fetch_s": None, "read_age_s": None, "reason": None} | {
+    "fingerprint": "m"
+}
 MALFORMED = {
     "too few blocks": {"remote_block_ids": [[0, 1, 2]]},
     "too many blocks": {"remote_block_ids": [[0, 1, 2, 3, 4]]},
@@ -85,6 +88,11 @@ MALFORMED = {
     "more tokens than the prompt": {"bidikv": {**GOOD_REPORT, "local_tokens": 61}},
     "a duration as a string": {"bidikv": {**GOOD_REPORT, "fetch_s": "soon"}},
     "an age as a string": {"bidikv": {**GOOD_REPORT, "read_age_s": "old"}},
+    "no fingerprint": {"bidikv": {**GOOD_REPORT, "fingerprint": None}},
+    "no engine id": {"remote_engine_id": None},
+    "no request id": {"remote_request_id": None},
+    "no host": {"remote_host": None},
+    "a port as a string": {"remote_port": "5600"},
     "a reason that nobody knows": {"bidikv": {**GOOD_REPORT, "reason": "moon"}},
     "a reason that is a list": {"bidikv": {**GOOD_REPORT, "reason": []}},
 }
@@ -180,12 +188,12 @@ def test_the_next_node_is_asked_where_the_first_cannot_be_reading(first, asked):
     assert hosts == asked
 
 
-def test_the_deadline_grows_with_the_slowest_rate(monkeypatch):
-    """Where no deadline is set it is 10 s and twice what the prompt takes at the slowest rate seen."""
+def test_the_deadline_follows_the_rate_that_p_shows(monkeypatch):
+    """Where no deadline is set it is 10 s and twice what the prompt takes at the expected rate."""
     clock, deadlines = [0.0], []
 
     async def handler(request):
-        clock[0] += 60.0  # 60 tokens were computed: one a second
+        clock[0] += 1.0  # 200 tokens were computed (40 fetched): four times what was expected
         return await FakePrefillNode()(request)
 
     def timeout(deadline_s):
@@ -195,5 +203,35 @@ def test_the_deadline_grows_with_the_slowest_rate(monkeypatch):
     real_timeout = asyncio.timeout
     monkeypatch.setattr("server_ext.http.prefill_client.time.perf_counter", lambda: clock[0])
     monkeypatch.setattr("server_ext.http.prefill_client.asyncio.timeout", timeout)
-    call(handler, num_calls=3, prefill_timeout_s=None)
-    assert deadlines == [10 + 2 * 100 / 50, 10 + 2 * 100 / 1, 10 + 2 * 100 / 1]
+    call(handler, num_calls=3, ids=array("i", range(240)), prefill_timeout_s=None)
+    assert deadlines == pytest.approx([10 + 480 / 50, 10 + 480 / 95, 10 + 480 / 126.5])
+
+
+def test_a_p_that_misses_its_deadline_gets_more_time_but_never_without_end(monkeypatch):
+    """It is expected to be half as fast the next time; a quarter of a turn's time is the limit."""
+    deadlines = []
+    settings = make_settings(prefill_timeout_s=None, home=HomeSettings(turn_timeout_s=400.0))
+
+    class Missed:
+        async def __aenter__(self):
+            raise TimeoutError
+
+        async def __aexit__(self, *exc_info):
+            return None
+
+    def timeout(deadline_s):
+        deadlines.append(deadline_s)
+        return Missed()
+
+    monkeypatch.setattr("server_ext.http.prefill_client.asyncio.timeout", timeout)
+
+    async def main():
+        client = PrefillClient(settings, block_size=BLOCK_SIZE, transport=httpx.MockTransport(FakePrefillNode()))
+        for _ in range(12):
+            with pytest.raises(PrefillUnavailable):
+                await client.prefill(IDS, TICKET, cache_salt=None, request_id="r1")
+        await client.close()
+
+    asyncio.run(main())
+    assert deadlines[:3] == [10 + 4, 10 + 8, 10 + 16]
+    assert deadlines[-1] == 100.0

@@ -231,6 +231,52 @@ def test_a_retry_gets_the_stored_reply(stack):
     stack.run(scenario)
 
 
+def test_a_retry_that_overtakes_its_first_try_gets_the_stored_reply(stack):
+    """A try that had loaded the session, but not begun, when the other one completed, runs nothing either."""
+
+    async def scenario(client):
+        stack.engine.delay_op = "begin"
+        slow = asyncio.ensure_future(run_turn(client, 1, key="k"))
+        await settled()
+        stack.engine.delay_op = ""
+        done = await run_turn(client, 1, key="k")
+        stack.engine.delay.set()
+        assert (await slow).json()["choices"] == done.json()["choices"]
+        assert len(stack.engine.requests) == 1
+        assert (await state_of(client)).turn == 1
+
+    stack.run(scenario)
+
+
+def test_what_other_weights_computed_is_not_read(stack):
+    """Where P has another model or other weights than D, D computes the turn itself, and says why."""
+
+    async def scenario(client):
+        stack.p.answer = lambda body: httpx.Response(200, json=other_weights(stack.p.rightly(body)))
+        info = info_of(await run_turn(client, 1))
+        assert (info.cache.outcome, info.cache.reason) == ("recomputed", "model_changed")
+        _, params, _ = stack.engine.requests[0]
+        assert params.extra_args is None
+
+    def other_weights(answer):
+        answer["kv_transfer_params"]["bidikv"]["fingerprint"] = "model/after training"
+        return answer
+
+    stack.run(scenario)
+
+
+def test_a_turn_is_free_again_even_where_the_engine_cannot_abort(stack):
+    """Whatever closing the generation raises, the turn is abandoned and the next one works."""
+    stack.engine.script = Script(fail_after=2, error=EngineDeadError())
+
+    async def scenario(client):
+        assert (await run_turn(client, 1)).status_code >= 500
+        stack.engine.script = Script()
+        assert info_of(await run_turn(client, 1)).turn == 1
+
+    stack.run(scenario)
+
+
 def test_tools_that_come_later_are_in_the_prompt(stack):
     """Tools of a later turn replace the session's, and stay for the turns after it."""
     tools = [{"type": "function", "function": {"name": "unheard_of", "parameters": {"type": "object"}}}]
@@ -562,6 +608,9 @@ def test_a_request_id_comes_back(stack):
             for body in (turn_body(1), turn_body(0)):
                 reply = await client.post(path, json=body, headers={"X-Request-Id": "mine"})
                 assert reply.headers["x-request-id"] == "mine"
+        for bad in ("m\u00e4n".encode(), b"x" * 129, b"a\tb"):
+            reply = await client.post(TURNS, json=turn_body(1), headers={b"X-Request-Id": bad})
+            assert len(reply.headers["x-request-id"]) == 32
         minted = [(await client.get("/v1/sessions")).headers["x-request-id"] for _ in range(2)]
         assert minted[0] != minted[1]
         assert stack.p.calls

@@ -26,6 +26,12 @@ def test_each_key_is_a_tenant_of_its_own(tenants):
     assert tenant(tenants, "key-a") == tenant(Tenants(SECRET, has_keys=True), "key-a")
 
 
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
+def test_a_key_is_one_tenant_however_its_scheme_is_spelled(tenants, scheme):
+    """All spellings are let in by vLLM."""
+    assert tenants.tenant_of({"authorization": f"{scheme} key-a"}) == tenant(tenants, "key-a")
+
+
 def test_without_keys_there_is_one_tenant(tenants):
     """Everybody is it, and its cache is vLLM's own: no salt."""
     single = Tenants(SECRET, has_keys=False)

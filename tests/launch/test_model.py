@@ -122,7 +122,7 @@ def test_other_models_are_taken_as_they_are():
 @pytest.fixture(scope="module")
 def generate():
     """A function that continues token ids greedily, with transformers."""
-    torch = pytest.importorskip("torch", reason="comes with the extras cpu and server")
+    import torch
     from transformers import AutoModelForCausalLM
 
     def run(folder, token_ids, count):

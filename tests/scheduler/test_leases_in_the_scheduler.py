@@ -7,6 +7,20 @@ from server_ext.core.tickets import sign
 
 from .harness import BLOCK_SIZE, SECRET, STOP_ID, ids
 
+FROM_P = sign(
+    {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [[1, 2]],
+        "remote_engine_id": "p",
+        "remote_request_id": "x",
+        "remote_host": "127.0.0.1",
+        "remote_port": 1,
+        "tp_size": 1,
+    },
+    SECRET,
+)
+
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_a_lease_never_counts_a_step_that_is_still_in_flight(make_harness, is_async):
@@ -49,24 +63,23 @@ def test_an_abort_before_the_first_token_leases_nothing(make_harness):
     """While P's blocks are still on their way, nothing is certain."""
     d = make_harness("decode", num_blocks=20)
     begun = d.begin(ids(40))
-    transfer = sign(
-        {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_block_ids": [[1, 2]],
-            "remote_engine_id": "p",
-            "remote_request_id": "x",
-            "remote_host": "127.0.0.1",
-            "remote_port": 1,
-            "tp_size": 1,
-        },
-        SECRET,
-    )
-    request = d.add("r", ids(40), session_id=begun["nonce"], transfer=transfer)
+    request = d.add("r", ids(40), session_id=begun["nonce"], transfer=FROM_P)
     d.step()
     assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
     d.abort(request)
     assert d.settle(begun, ids(40))["lease"]["num_blocks"] == 0
+
+
+def test_a_read_from_p_that_fails_is_computed_on_d(make_harness):
+    """D does not wait for ever either: what it could not read it computes, and leases as usual."""
+    d = make_harness("decode", num_blocks=20)
+    begun = d.begin(ids(40))
+    request = d.add("r", ids(40), session_id=begun["nonce"], transfer=FROM_P, max_tokens=2)
+    step = d.step()
+    (blocks,) = d.scheduler.kv_cache_manager.get_block_ids("r")
+    d.answer(step, finished_recving={"r"}, invalid_block_ids=set(blocks))
+    d.run(request)
+    assert d.settle(begun, list(request.all_token_ids))["lease"]["num_tokens"] == 41
 
 
 def test_parameters_that_nobody_signed_are_ignored(make_harness):

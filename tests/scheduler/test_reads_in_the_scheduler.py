@@ -23,7 +23,7 @@ def _ticket(p, *, num_tokens=HELD, prompt_ids=PROMPT, secret=SECRET, ttl_s=60.0,
     }
     fields = {
         "block_ids": list(range(-(-num_tokens // BLOCK_SIZE))),
-        "fingerprint": f"{connector._fingerprint}/{connector.weight_version}/",  # noqa: SLF001 - D's own would be equal
+        "fingerprint": connector.identity.fingerprint,  # D's own would be equal
         **other,
     }
     return build_ticket(

@@ -31,6 +31,7 @@ class _Groups:
         (lambda c: setattr(c.parallel_config, "data_parallel_size", 2), False, "data_parallel_size=2"),
         (lambda c: setattr(c.cache_config, "enable_prefix_caching", False), False, "prefix caching is off"),
         (lambda c: setattr(c, "speculative_config", object()), False, "speculative"),
+        (lambda c: setattr(c, "lora_config", object()), False, "LoRA"),
     ],
 )
 def test_a_configuration_that_cannot_be_served_is_refused_by_name(make_harness, config, break_it, reads, named):

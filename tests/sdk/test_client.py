@@ -33,17 +33,13 @@ async def listed(client):
 @pytest.mark.parametrize(
     ("environment", "url", "key"),
     [
-        ({"BIDIKV_BASE_URL": "http://a/v1", "OPENAI_BASE_URL": "http://b/v1"}, "http://a/v1/sessions", None),
-        ({"OPENAI_BASE_URL": "http://b/v1/", "OPENAI_API_KEY": "k"}, "http://b/v1/sessions", "Bearer k"),
-        (
-            {"BIDIKV_BASE_URL": "http://a/v1", "BIDIKV_API_KEY": "j", "OPENAI_API_KEY": "k"},
-            "http://a/v1/sessions",
-            "Bearer j",
-        ),
+        ({"BIDIKV_BASE_URL": "http://a/v1"}, "http://a/v1/sessions", None),
+        ({"BIDIKV_BASE_URL": "http://a/v1/", "BIDIKV_API_KEY": "j"}, "http://a/v1/sessions", "Bearer j"),
+        ({"BIDIKV_BASE_URL": "http://a/v1", "OPENAI_API_KEY": "k"}, "http://a/v1/sessions", None),
     ],
 )
 async def test_settings_come_from_the_environment(cls, environment, url, key, monkeypatch):
-    """The SDK's own variables come first, openai's are the fallback."""
+    """Address and key come from the SDK's own variables; another service's key is never sent along."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     seen = []

@@ -350,7 +350,8 @@ async def test_a_turn_without_a_cache_report_breaks_the_protocol(client, server)
 
 async def test_to_openai_returns_openai_s_own_object(client, server):
     """Where the openai package is installed, the completion is its ChatCompletion."""
-    chat = pytest.importorskip("openai.types.chat")
+    from openai.types import chat
+
     server.reply(tool_calls=[CALL])
     completion = (await client.session().send("Hi")).to_openai()
     assert isinstance(completion, chat.ChatCompletion)
