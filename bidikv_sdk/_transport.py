@@ -34,6 +34,10 @@ _FIRST_ERROR_STATUS: Final = 400
 _NEVER_ARRIVED: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 
 
+# vLLM closes idle connections after 5 s: one that it is just closing would cost a failed call and a retry.
+_LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=3.0)
+
+
 @dataclass(frozen=True, slots=True)
 class OpenReply(Reply):
     """A reply whose body is still arriving."""
@@ -118,7 +122,7 @@ class Transport:
     def __init__(self, settings: Settings, http_client: HttpClient | None) -> None:
         self._settings = settings
         self._owned = http_client is None
-        self._http = http_client or httpx.Client()
+        self._http = http_client or httpx.Client(limits=_LIMITS)
         self._closed = False
 
     def send(self, call: Call) -> Reply:
@@ -158,7 +162,7 @@ class AsyncTransport:
     def __init__(self, settings: Settings, http_client: AsyncHttpClient | None) -> None:
         self._settings = settings
         self._owned = http_client is None
-        self._http = http_client or httpx.AsyncClient()
+        self._http = http_client or httpx.AsyncClient(limits=_LIMITS)
         self._closed = False
 
     async def send(self, call: Call) -> Reply:

@@ -95,6 +95,6 @@ def test_open_is_idempotent_and_takes_over_on_demand(rig: Rig) -> None:
     talk.num_turns, talk.last = 2, None
     # The first turn's prompt is still held; only its reply was another one.
     said = talk.right_turn("Really?")
-    assert said.came == ("fetched", "cheapest")
+    assert said.came == ("fetched", "messages_changed")
     assert said.cache["fetched_tokens"] == said.cache["diverged_at"] < said.cache["held_tokens"]
     talk.fetched_turn("Good.")

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import bidikv_sdk
 from bidikv_sdk._keeper import Keeper, Lost, Renew, Wait, is_transient
+from bidikv_sdk.testing import ManualClock
 from bidikv_sdk.wire import LeaseInfo
 
 pytestmark = pytest.mark.anyio
@@ -285,3 +286,22 @@ async def test_a_renewal_that_hangs_is_bounded_as_a_whole(server, eventually):
         await given_up.wait()
         await eventually(is_renewed)
         assert not hold.lost
+
+
+def test_a_hold_ends_where_its_end_meets_a_renewal():
+    """Before Python 3.12 `wait_for` swallows a cancellation that comes together with its result: the keeper went on."""
+
+    async def main():
+        answered = asyncio.Event()
+
+        async def renew(_timeout_s):
+            await answered.wait()
+            return LeaseInfo("active", 60.0, 10, 1)
+
+        async with bidikv_sdk.AsyncLeaseHold("s", 60.0, ManualClock(), renew):
+            for _ in range(3):
+                await asyncio.sleep(0)  # the renewal is on its way
+            answered.set()
+            await asyncio.sleep(0)  # … has its answer, which the keeper has not seen yet
+
+    asyncio.run(asyncio.wait_for(main(), 5.0))
