@@ -167,6 +167,40 @@ class Holdings:
             log_transition("supersede", key, num_blocks=len(old_ids))
         return wanted_ids[:num_granted]
 
+    def share(self, lease: Lease, key: Key, num_tokens: int, ttl_s: float | None, *, now_s: float) -> None:
+        """Give a session that holds nothing a lease on the first `num_tokens` (> 0) of another's.
+
+        Within the budgets by itself, for both are of one tenant: a block that is leased already costs nothing more.
+        """
+        shared_ids = lease.block_ids[: num_blocks(num_tokens, self._block_size)]
+        self.ledger.pin(shared_ids)
+        self.ledger.charge(key[0], shared_ids)
+        ttl_s = lease.ttl_s if ttl_s is None else ttl_s
+        child = Lease(
+            due_s=now_s + ttl_s,
+            key=key,
+            block_ids=shared_ids,
+            num_tokens=num_tokens,
+            token_ids=lease.token_ids,
+            fingerprint=lease.fingerprint,
+            ttl_s=ttl_s,
+        )
+        self.leases[key] = child
+        self._deadlines.schedule(child)
+        self.counts.add(metrics.FORKS)
+        log_transition("fork", key, num_blocks=len(shared_ids))
+
+    def trim(self, lease: Lease, num_tokens: int) -> None:
+        """Give back what a lease holds behind its first `num_tokens` (> 0), for its owner went back there."""
+        num_kept = num_blocks(num_tokens, self._block_size)
+        trimmed_ids = lease.block_ids[num_kept:]
+        self.ledger.credit(lease.key[0], trimmed_ids)
+        self.ledger.unpin(trimmed_ids)
+        del lease.block_ids[num_kept:]
+        lease.num_tokens = num_tokens
+        self.slots[lease.key].reason = None
+        log_transition("rewind", lease.key, num_blocks=num_kept)
+
     def renew(self, key: Key, ttl_s: float | None, *, now_s: float) -> None:
         """Let a session's lease, if any, live at least `ttl_s` (None: its own ttl) from now."""
         lease = self.leases.get(key)

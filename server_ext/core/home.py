@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from bidikv_sdk.wire import SessionInfo
 
 from . import snapshot
-from .errors import HomeError, SessionNotFound
+from .errors import HomeError, InvalidRequest, SessionNotFound
 from .gaps import GapModel
 from .leases import LeaseTable
 from .ops import read_arg
@@ -95,6 +95,8 @@ class Home:
             "return_ticket": self.return_ticket,
             "extend": self.extend,
             "release": self.release,
+            "fork": self.fork,
+            "rewind": self.rewind,
             "end": self.end,
             "get": self.get,
             "list": self.list_sessions,
@@ -119,16 +121,19 @@ class Home:
         self._sessions.open(key, chunk, turn=turn, replace=replace, now_s=now_s)
         return {"info": self._info(key, now_s=now_s)}
 
-    def load(self, *, tenant: str, session_id: str, turn: int, idempotency_key: str, now_s: float) -> dict[str, Any]:
-        """Return what the conductor of turn number `turn` renders from; refuse a turn that could not begin.
+    def load(
+        self, *, tenant: str, session_id: str, turn: int | None, idempotency_key: str, now_s: float
+    ) -> dict[str, Any]:
+        """Return what the conductor of turn number `turn` (None: the next) renders from; refuse one that cannot begin.
 
         A first turn opens an unknown session. The result has `transcript` (the chunks), `token_ids` (packed
-        int32, empty where not known), `incarnation`, and `reply` None. Where the turn is a repetition, it has
-        only the stored `reply` beside `info`.
+        int32, empty where not known), `id_counts` (how many of them the history had behind each chunk), `revision`
+        (of the history), `incarnation`, and `reply` None. Where the turn is a repetition, it has only the stored
+        `reply` beside `info`.
         """
         self.sweep(now_s=now_s)
         key = (tenant, session_id)
-        if turn == 1 and self._sessions.get(key) is None:
+        if turn in {1, None} and self._sessions.get(key) is None:
             self._sessions.open(key, b"", turn=0, replace=False, now_s=now_s)
         reply = self._sessions.check_turn(key, turn, idempotency_key, now_s=now_s)
         if reply is not None:
@@ -139,10 +144,12 @@ class Home:
             "reply": None,
             "transcript": list(session.transcript),
             "token_ids": session.token_ids.tobytes(),
+            "id_counts": list(session.id_counts),
+            "revision": session.revision,
             "incarnation": self.incarnation,
         }
 
-    def begin(
+    def begin(  # noqa: PLR0913 (the fields of one operation)
         self,
         *,
         tenant: str,
@@ -153,8 +160,13 @@ class Home:
         fingerprint: str,
         want_ticket: bool,
         now_s: float,
+        revision: int | None = None,
+        num_kept: int | None = None,
     ) -> dict[str, Any]:
         """Begin a turn, all or nothing; one that ran too long is taken over.
+
+        `revision` is that of the history which the prompt was rendered from (`load`), and `num_kept` tells how many
+        chunks of the transcript the turn continues (`SessionTable.start_turn`).
 
         The result has `nonce`, `held_tokens`, `matched_tokens`, `diverged_at`, `lease_reason`, `ticket`
         (signed `kv_transfer_params`, or None), `ticket_id`, `ticket_reason` (why there is none although
@@ -163,7 +175,9 @@ class Home:
         """
         key = (tenant, session_id)
         nonce = self._new_nonce()
-        reply = self._sessions.start_turn(key, turn, idempotency_key, nonce, now_s=now_s)
+        reply = self._sessions.start_turn(
+            key, turn, idempotency_key, nonce, now_s=now_s, revision=revision, num_kept=num_kept
+        )
         if reply is not None:
             return {"info": self._info(key, now_s=now_s), "reply": reply}
         try:
@@ -238,6 +252,30 @@ class Home:
         key = (tenant, session_id)
         self._sessions.require(key, now_s=now_s)
         self._leases.release(key, now_s=now_s)
+        return {"info": self._info(key, now_s=now_s)}
+
+    def fork(
+        self, *, tenant: str, session_id: str, child_id: str, at_turn: int | None, ttl_s: Any, now_s: float
+    ) -> dict[str, Any]:
+        """Make a child that has the session's history up to a turn, and shares its blocks; `info` is the child's.
+
+        `ttl_s` None is that of the parent's lease. Idempotent: the same child is returned as it is.
+        """
+        if child_id == session_id:
+            msg = f"child_id is {child_id!r}, the session itself: give the child another id"
+            raise InvalidRequest(msg, param="child_id")
+        ttl_s = None if ttl_s is None else self._leases.checked_ttl_s(ttl_s)
+        key, child_key = (tenant, session_id), (tenant, child_id)
+        child, is_new = self._sessions.fork(key, child_key, at_turn, now_s=now_s)
+        if is_new:
+            self._leases.fork(key, child_key, child.token_ids, ttl_s=ttl_s, now_s=now_s)
+        return {"info": self._info(child_key, now_s=now_s)}
+
+    def rewind(self, *, tenant: str, session_id: str, turn: int, now_s: float) -> dict[str, Any]:
+        """Return the session to the end of an earlier turn; its lease keeps what it has in common with that."""
+        key = (tenant, session_id)
+        session = self._sessions.rewind(key, turn, now_s=now_s)
+        self._leases.rewind(key, session.token_ids, now_s=now_s)
         return {"info": self._info(key, now_s=now_s)}
 
     def end(self, *, tenant: str, session_id: str, now_s: float) -> dict[str, Any]:

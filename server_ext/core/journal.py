@@ -8,7 +8,9 @@ import logging
 from collections.abc import Mapping
 from typing import Final, Literal, TypeAlias
 
-Transition: TypeAlias = Literal["grant", "renew", "supersede", "clip", "reject", "expire", "release", "revoke", "reset"]
+Transition: TypeAlias = Literal[
+    "grant", "fork", "renew", "supersede", "rewind", "clip", "reject", "expire", "release", "revoke", "reset"
+]
 
 LOGGER: Final = logging.getLogger("vllm.bidikv.leases")
 """Below vLLM's own logger, whose handlers and level it has where vLLM runs."""
@@ -16,8 +18,10 @@ LOGGER: Final = logging.getLogger("vllm.bidikv.leases")
 # What every turn does is for debugging; what ends or shortens a lease an operator wants to see.
 _LEVELS: Final[Mapping[Transition, int]] = {
     "grant": logging.DEBUG,
+    "fork": logging.DEBUG,
     "renew": logging.DEBUG,
     "supersede": logging.DEBUG,
+    "rewind": logging.DEBUG,
     "clip": logging.INFO,
     "reject": logging.INFO,
     "expire": logging.INFO,

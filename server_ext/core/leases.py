@@ -2,8 +2,8 @@
 
 The life of a turn, in call order: `begin` (match the prompt, check out a ticket) · `finish` (the scheduler
 pins the request's blocks provisionally) · `settle` (the pin becomes the lease and supersedes the old one), or
-`abandon` (the old lease stays) · `return_ticket`. Owners call `extend`, `release` and `forget`; the engine
-calls `revoke` and `release_all`. Every verb sweeps first what is due, so there is no timer.
+`abandon` (the old lease stays) · `return_ticket`. Owners call `extend`, `release`, `fork`, `rewind` and
+`forget`; the engine calls `revoke` and `release_all`. Every verb sweeps first what is due, so there is no timer.
 
 Leases are soft: nothing is correct because of one. May import the standard library, `bidikv_sdk.{wire,
 prefix}` and its neighbours.
@@ -298,6 +298,46 @@ class LeaseTable:
             slot.state, slot.reason = "released", "released"
         return self._info(key, now_s=now_s)
 
+    def fork(
+        self, key: Key, child_key: Key, token_ids: "array[int]", *, ttl_s: float | None, now_s: float
+    ) -> LeaseInfo:
+        """Let a new session of the same tenant hold what another one's lease and its own history have in common.
+
+        Each holds references of its own: ending one lease never hurts the other. Without a lease the child says why
+        as its parent does.
+
+        Args:
+            key: the parent.
+            child_key: the child, unknown so far.
+            token_ids: [num_tokens], the child's history; empty where it is not known, and then all is shared.
+            ttl_s: life of the child's lease in seconds, at most `max_ttl_s`; None for that of the parent's.
+            now_s: monotonic seconds.
+        """
+        self._held.sweep(now_s=now_s)
+        slot, lease = self._held.slots.get(key), self._held.leases.get(key)
+        if slot is not None:
+            num_tokens = _num_common(lease, token_ids)
+            child = self._held.slots[child_key] = Slot(state=slot.state, reason=slot.reason)
+            if lease is not None:
+                child.state = "active" if num_tokens else "none"
+                child.reason = slot.reason if num_tokens == lease.num_tokens else None
+            if lease is not None and num_tokens:
+                self._held.share(lease, child_key, num_tokens, ttl_s, now_s=now_s)
+        return self._info(child_key, now_s=now_s)
+
+    def rewind(self, key: Key, token_ids: "array[int]", *, now_s: float) -> LeaseInfo:
+        """Give back what a lease holds behind the part that it has in common with its session's new history.
+
+        Where nothing is in common, or the history is not known (empty), the lease stays as it is: the next turn uses
+        as much of it as matches.
+        """
+        self._held.sweep(now_s=now_s)
+        lease = self._held.leases.get(key)
+        num_tokens = _num_common(lease, token_ids)
+        if lease is not None and 0 < num_tokens < lease.num_tokens:
+            self._held.trim(lease, num_tokens)
+        return self._info(key, now_s=now_s)
+
     def forget(self, key: Key, *, now_s: float) -> None:
         """Drop all that is known of a session: its lease, its open turn, its reason. Tickets stay open."""
         self._held.sweep(now_s=now_s)
@@ -429,3 +469,10 @@ class LeaseTable:
             return LeaseInfo(slot.state, 0.0, 0, 0, slot.reason)
         due_s = lease.due_s if slot.turn is None else max(lease.due_s, slot.turn.due_s)
         return LeaseInfo("active", due_s - now_s, lease.num_tokens, len(lease.block_ids), slot.reason)
+
+
+def _num_common(lease: Lease | None, token_ids: "array[int]") -> int:
+    """Return how many tokens a lease and a history have in common: all of the lease where the history is empty."""
+    if lease is None or not token_ids:
+        return 0 if lease is None else lease.num_tokens
+    return min(common_prefix_length(lease.token_ids, token_ids), lease.num_tokens)

@@ -84,7 +84,7 @@ OPS: Final[Mapping[str, Mapping[str, Reader]]] = MappingProxyType(
             "turn": optional(count, 0),
             "replace": optional(flag, default=False),
         },
-        "load": {**_KEY, "turn": count, "idempotency_key": optional(text, "")},
+        "load": {**_KEY, "turn": optional(count, None), "idempotency_key": optional(text, "")},
         "begin": {
             **_KEY,
             "turn": count,
@@ -92,6 +92,8 @@ OPS: Final[Mapping[str, Mapping[str, Reader]]] = MappingProxyType(
             "prompt_ids": ids,
             "fingerprint": text,
             "want_ticket": flag,
+            "revision": optional(count, None),
+            "num_kept": optional(count, None),
         },
         "settle": {
             "nonce": text,
@@ -106,6 +108,8 @@ OPS: Final[Mapping[str, Mapping[str, Reader]]] = MappingProxyType(
         "return_ticket": {"ticket_id": text, "read_age_s": optional(seconds, None)},
         "extend": {**_KEY, "ttl_s": anything},
         "release": _KEY,
+        "fork": {**_KEY, "child_id": text, "at_turn": optional(count, None), "ttl_s": anything},
+        "rewind": {**_KEY, "turn": count},
         "end": _KEY,
         "get": _KEY,
         "list": {"tenant": optional(text, None)},

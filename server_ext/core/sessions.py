@@ -1,65 +1,28 @@
 """The session table: what was said, by turns, independent of whether any KV is still held for it.
 
-A turn: `check_turn` (may it run?) · `start_turn` · `complete_turn`, or `cancel_turn`. Records outlive leases:
-with the token ids of the last turn a session continues exactly even when all its blocks are gone. Bounded by
-number, bytes and time since the last use; records of running turns are never dropped. Every verb is O(1),
-amortised. May import the standard library, `bidikv_sdk.wire` and its neighbours; texts are opaque bytes here.
+A turn: `check_turn` (may it run?) · `start_turn` · `complete_turn`, or `cancel_turn`. Between turns: `fork` and
+`rewind`. Records outlive leases: with the token ids of the last turn a session continues exactly even when all its
+blocks are gone. Bounded by number, bytes and time since the last use; records of running turns are never dropped.
+Every verb is O(1), amortised, but for what one history is long. May import the standard library,
+`bidikv_sdk.{wire, prefix}` and its neighbours; texts are opaque bytes here.
 """
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from .errors import CapacityExceeded, SessionNotFound, TurnConflict
 from .leases import TURN_RETRY_AFTER_S
+from .session_record import OpenTurn, Session
 
 if TYPE_CHECKING:
+    from array import array
+
     from .records import Key
     from .settings import HomeSettings
 
-# About what an empty record costs: its objects and its places in the tables.
-_RECORD_BYTES: Final = 1024
 # Sessions end slowly; asking much earlier finds the store as full.
 _CAPACITY_RETRY_AFTER_S: Final = 5.0
-
-
-@dataclass(slots=True)
-class OpenTurn:
-    """The turn that runs now."""
-
-    nonce: str
-    turn: int
-    idempotency_key: str
-    due_s: float
-    """When it is given up (monotonic seconds)."""
-
-
-@dataclass(slots=True)
-class Session:
-    """One session's record; only the table changes it."""
-
-    key: "Key"
-    turn: int
-    """Completed turns."""
-    transcript: list[bytes]
-    """Chunk 0 as opened, then one per completed turn."""
-    is_reopened: bool
-    """Opened with turns that another home, or this one before it dropped the record, had completed."""
-    last_used_s: float
-    token_ids: "array[int]" = field(default_factory=lambda: array("i"))
-    """[num_tokens], all ids of the history up to the last completed turn; empty where they are not known."""
-    last_reply: tuple[str, bytes] | None = None
-    """Idempotency key and reply of the last completed turn."""
-    open_turn: OpenTurn | None = None
-    num_bytes: int = 0
-
-    def counted_bytes(self) -> int:
-        """Return what the record takes in memory, about."""
-        reply_bytes = len(self.last_reply[1]) if self.last_reply is not None else 0
-        ids_bytes = self.token_ids.itemsize * len(self.token_ids)
-        return _RECORD_BYTES + sum(map(len, self.transcript)) + ids_bytes + reply_bytes
 
 
 class SessionTable:
@@ -77,6 +40,7 @@ class SessionTable:
         self._idle: OrderedDict[Key, Session] = OrderedDict()
         self._running: OrderedDict[Key, Session] = OrderedDict()
         self._key_by_nonce: dict[str, Key] = {}
+        self._num_revisions = 0
         self._num_bytes = 0
         self._num_idle_bytes = 0
 
@@ -139,10 +103,63 @@ class SessionTable:
             self._touch(session, now_s=now_s)
             self._make_room(opened.num_bytes - session.num_bytes, 0, keep=session, key=key, now_s=now_s)
             self._remove(session)
-        self._idle[key] = opened
-        self._num_bytes += opened.num_bytes
-        self._num_idle_bytes += opened.num_bytes
+        self._add(opened)
         return opened
+
+    def fork(self, key: "Key", child_key: "Key", at_turn: int | None, *, now_s: float) -> tuple[Session, bool]:
+        """Return a child that has a session's history up to a turn, and whether it is new.
+
+        A child that this fork has made before is returned as it is, whatever it has done since.
+
+        Args:
+            key: the parent, of the same tenant.
+            child_key: the child, another key.
+            at_turn: completed turns of the parent that the child has; None for all.
+            now_s: monotonic seconds.
+
+        Raises:
+            SessionNotFound: the parent is unknown. TurnConflict: a turn of the parent runs (with `retry_after_s`),
+            its turns are not known up to there, or the child's key is taken (with `expected_turn`).
+            CapacityExceeded: there is no room for it. Nothing changed.
+        """
+        self.sweep(now_s=now_s)
+        child = self.get(child_key)
+        if child is not None:
+            if child.origin is None or child.origin[0] != key[1] or at_turn not in {None, child.origin[1]}:
+                msg = f"session {child_key[1]!r} exists, and is no such fork of {key[1]!r}: choose another id"
+                raise TurnConflict(msg, expected_turn=child.turn + 1)
+            self._touch(child, now_s=now_s)
+            return child, False
+        parent = self._at_rest(key, now_s=now_s)
+        at_turn = parent.turn if at_turn is None else at_turn
+        num_chunks = _num_chunks_at(parent, at_turn)
+        child = Session(
+            child_key,
+            parent.turn,
+            list(parent.transcript),
+            is_reopened=parent.is_reopened,
+            last_used_s=now_s,
+            token_ids=parent.token_ids,
+            id_counts=list(parent.id_counts),
+            origin=(key[1], at_turn),
+        )
+        child.cut(num_chunks)
+        child.num_bytes = child.counted_bytes()
+        self._make_room(child.num_bytes, 1, keep=parent, key=child_key, now_s=now_s)
+        self._add(child)
+        return child, True
+
+    def rewind(self, key: "Key", turn: int, *, now_s: float) -> Session:
+        """Return a session to the end of an earlier turn, and forget what came behind; idempotent.
+
+        Raises:
+            SessionNotFound: the key is unknown. TurnConflict: a turn of it runs (with `retry_after_s`), or its turns
+            are not known up to there (with `expected_turn`). Nothing changed.
+        """
+        session = self._at_rest(key, now_s=now_s)
+        session.cut(_num_chunks_at(session, turn))
+        self._changed(session)
+        return session
 
     def get(self, key: "Key") -> Session | None:
         """Return a session as it is; None for an unknown key."""
@@ -172,8 +189,8 @@ class SessionTable:
 
     # ---------------------------------------------------------------- turns
 
-    def check_turn(self, key: "Key", turn: int, idempotency_key: str, *, now_s: float) -> bytes | None:
-        """Return None where turn number `turn` may start now, or the stored reply where it is a repetition.
+    def check_turn(self, key: "Key", turn: int | None, idempotency_key: str, *, now_s: float) -> bytes | None:
+        """Return None where turn number `turn` (None: the next) may start now, or the reply where it is a repetition.
 
         Only the last completed turn repeats, with its own non-empty key.
 
@@ -188,27 +205,51 @@ class SessionTable:
                 return reply
         if session.open_turn is not None:
             raise _running_conflict(key)
-        if turn != session.turn + 1:
+        if turn not in {None, session.turn + 1}:
             msg = f"turn {turn} does not follow the {session.turn} completed turns of session {key[1]!r}"
             raise TurnConflict(msg, expected_turn=session.turn + 1)
         return None
 
-    def start_turn(self, key: "Key", turn: int, idempotency_key: str, nonce: str, *, now_s: float) -> bytes | None:
+    def start_turn(
+        self,
+        key: "Key",
+        turn: int,
+        idempotency_key: str,
+        nonce: str,
+        *,
+        now_s: float,
+        revision: int | None = None,
+        num_kept: int | None = None,
+    ) -> bytes | None:
         """Start a turn and return None, or start nothing and return the stored reply of a repetition.
 
+        Args:
+            key: the session.
+            turn: the number that follows its completed turns.
+            idempotency_key: of the caller.
+            nonce: the turn's name.
+            now_s: monotonic seconds.
+            revision: of the history that the turn was rendered from; None where it cannot have changed.
+            num_kept: chunks of the transcript that the turn continues, 0 for none; None for all.
+
         Raises:
-            SessionNotFound, TurnConflict: as `check_turn`; nothing changed.
+            SessionNotFound, TurnConflict: as `check_turn`, also where the history has changed; nothing changed.
             CapacityExceeded: running turns alone fill the store; nothing changed.
         """
         reply = self.check_turn(key, turn, idempotency_key, now_s=now_s)
         if reply is not None:
             return reply
         session = self._idle[key]
+        if revision not in {None, session.revision}:
+            msg = f"the history of session {key[1]!r} has changed meanwhile: try again"
+            raise TurnConflict(msg, retry_after_s=TURN_RETRY_AFTER_S)
         self._make_room(0, 0, keep=session, key=key, now_s=now_s)
         self._num_idle_bytes -= session.num_bytes
         del self._idle[key]
         due_s = now_s + self._settings.turn_timeout_s
-        session.open_turn = OpenTurn(nonce, turn, idempotency_key, due_s)
+        num_chunks = len(session.transcript)
+        num_kept = num_chunks if num_kept is None else min(num_kept, num_chunks)
+        session.open_turn = OpenTurn(nonce, idempotency_key, due_s, num_kept)
         self._running[key] = session
         self._key_by_nonce[nonce] = key
         return None
@@ -229,7 +270,7 @@ class SessionTable:
     def complete_turn(
         self, nonce: str, token_ids: "array[int]", chunk: bytes, reply: bytes, *, now_s: float
     ) -> Session:
-        """Append an open turn to its session.
+        """Append an open turn to what it keeps of its session.
 
         Makes room by dropping idle sessions. Where that is not enough the store is over its limit until
         others end, for the turn's work is done; the next start then waits for room.
@@ -247,14 +288,12 @@ class SessionTable:
         session = self.running(nonce, now_s=now_s)
         open_turn = session.open_turn
         assert open_turn is not None  # noqa: S101 (else it would not run)
-        session.turn = open_turn.turn
-        session.token_ids = token_ids
-        session.transcript.append(chunk)
-        session.last_reply = (open_turn.idempotency_key, reply)
+        session.cut(open_turn.num_kept)
+        session.append(chunk, token_ids)
+        # Nobody can ask again for a turn without a key.
+        session.last_reply = (open_turn.idempotency_key, reply) if open_turn.idempotency_key else None
         session.is_reopened = False
-        num_bytes = session.counted_bytes()
-        self._num_bytes += num_bytes - session.num_bytes
-        session.num_bytes = num_bytes
+        self._changed(session)
         while self._num_bytes > self._settings.max_session_bytes and self._idle:
             self._drop(self._longest_idle(), now_s=now_s)
         self._stop(session, now_s=now_s)
@@ -287,6 +326,27 @@ class SessionTable:
         return num_ended
 
     # ---------------------------------------------------------------- steps
+
+    def _at_rest(self, key: "Key", *, now_s: float) -> Session:
+        session = self.require(key, now_s=now_s)
+        if session.open_turn is not None:
+            raise _running_conflict(key)
+        return session
+
+    def _add(self, session: Session) -> None:
+        self._idle[session.key] = session
+        self._num_bytes += session.num_bytes
+        self._num_idle_bytes += session.num_bytes
+        self._num_revisions += 1
+        session.revision = self._num_revisions
+
+    def _changed(self, session: Session) -> None:
+        num_more = session.counted_bytes() - session.num_bytes
+        session.num_bytes += num_more
+        self._num_bytes += num_more
+        self._num_idle_bytes += num_more if session.open_turn is None else 0
+        self._num_revisions += 1
+        session.revision = self._num_revisions
 
     def _touch(self, session: Session, *, now_s: float) -> None:
         session.last_used_s = now_s
@@ -332,6 +392,14 @@ class SessionTable:
     def _drop(self, session: Session, *, now_s: float) -> None:
         self._remove(session)
         self._on_drop(session.key, now_s)
+
+
+def _num_chunks_at(session: Session, turn: int) -> int:
+    first_turn = session.first_turn
+    if not first_turn <= turn <= session.turn:
+        msg = f"session {session.key[1]!r} knows its history at turns {first_turn} to {session.turn}, not at {turn}"
+        raise TurnConflict(msg, expected_turn=session.turn + 1)
+    return turn - first_turn + 1
 
 
 def _running_conflict(key: "Key") -> TurnConflict:

@@ -246,6 +246,8 @@ def test_extend_release_and_end():
         ("begin", {"turn": 1, "prompt_ids": b"", "fingerprint": "", "want_ticket": True}),
         ("extend", {"ttl_s": 5}),
         ("release", {}),
+        ("fork", {"child_id": "c"}),
+        ("rewind", {"turn": 0}),
         ("end", {}),
         ("get", {}),
     ],
@@ -301,6 +303,72 @@ def test_a_first_turn_after_retention_opens_the_session_anew():
     run_turn(home, pool, turn=1, ids=some_ids(10))
     assert error_code(home.handle("load", {**KEY, "turn": 2}, now_s=1000)) == "session_not_found"
     assert home.handle("load", {**KEY, "turn": 1}, now_s=1000)["info"]["turn"] == 0
+
+
+# ---------------------------------------------------------------- forks and rewinds
+
+
+def test_a_fork_continues_exactly_from_its_turn():
+    """What a child loads is what its parent would have loaded then, and its first turn may read the parent's blocks."""
+    pool = FakePool()
+    home = make_home(pool)
+    run_turn(home, pool, turn=1, ids=some_ids(10))
+    then = home.handle("load", {**KEY, "turn": 2}, now_s=0)
+    run_turn(home, pool, turn=2, ids=some_ids(20))
+    fork = {**KEY, "child_id": "child", "at_turn": 1, "ttl_s": 40}
+    info = SessionInfo.from_json(home.handle("fork", fork, now_s=1)["info"])
+    assert (info.session, info.turn) == ("child", 1)
+    assert (info.lease.state, info.lease.num_tokens, info.lease.remaining_s) == ("active", 10, 40)
+    assert home.handle("fork", {**fork, "ttl_s": 50}, now_s=2)["info"]["lease"]["remaining_s"] == 39
+    child = {**KEY, "session_id": "child"}
+    loaded = home.handle("load", {**child, "turn": None}, now_s=2)
+    for name in ("transcript", "token_ids", "id_counts"):
+        assert loaded[name] == then[name]
+    begun = begin(home, turn=2, ids=some_ids(12), now_s=2, key=child)
+    assert (begun["held_tokens"], begun["matched_tokens"], begun["diverged_at"]) == (10, 10, None)
+    assert begun["ticket"] is not None
+
+
+def test_a_fork_whose_arguments_are_wrong_makes_nothing():
+    """A child needs an id of its own and a good ttl; the home is as it was."""
+    pool = FakePool()
+    home = make_home(pool)
+    run_turn(home, pool, turn=1, ids=some_ids(10))
+    for changes, param in (({"child_id": "alice"}, "child_id"), ({"ttl_s": -1}, "ttl_s")):
+        result = home.handle("fork", {**KEY, "child_id": "child", **changes}, now_s=0)
+        assert (error_code(result), result["error"]["param"]) == ("invalid_request", param)
+    assert len(home.handle("list", {}, now_s=0)["sessions"]) == 1
+
+
+def test_a_rewound_session_keeps_what_it_still_needs():
+    """Rewinding cuts record and lease alike; the turn after it finds all that is left."""
+    pool = FakePool()
+    home = make_home(pool)
+    run_turn(home, pool, turn=1, ids=some_ids(10))
+    run_turn(home, pool, turn=2, ids=some_ids(20))
+    info = SessionInfo.from_json(home.handle("rewind", {**KEY, "turn": 1}, now_s=1)["info"])
+    assert (info.turn, info.lease.num_tokens) == (1, 10)
+    begun = begin(home, turn=2, ids=some_ids(10) + some_ids(5, seed=3), now_s=2)
+    assert (begun["matched_tokens"], begun["diverged_at"]) == (10, None)
+
+
+def test_a_turn_of_a_full_history_replaces_what_it_does_not_continue():
+    """The next turn, whatever its number: it begins where the prompt was rendered from, or not at all."""
+    pool = FakePool()
+    home = make_home(pool)
+    assert home.handle("load", {**KEY, "turn": None}, now_s=0)["info"]["turn"] == 0
+    run_turn(home, pool, turn=1, ids=some_ids(10))
+    run_turn(home, pool, turn=2, ids=some_ids(20))
+    loaded = home.handle("load", {**KEY, "turn": None}, now_s=0)
+    assert loaded["id_counts"] == [0, 10, 20]
+    at = {"revision": loaded["revision"], "num_kept": 2}
+    ids = some_ids(10) + some_ids(6, seed=2)
+    begun = begin(home, turn=3, ids=ids, idempotency_key="", **at)
+    assert (begun["matched_tokens"], begun["diverged_at"]) == (10, 10)
+    run_request(home, pool, begun["nonce"], ids)
+    info = settle(home, begun["nonce"], ids)["info"]
+    assert (info["turn"], info["lease"]["num_tokens"]) == (2, 15)
+    assert error_code(begin(home, turn=3, ids=ids, **at)) == "turn_conflict"
 
 
 # ---------------------------------------------------------------- the scheduler

@@ -1,5 +1,6 @@
 """The lease table under any sequence of events: what must hold after every one of them."""
 
+from array import array
 from collections import Counter, defaultdict
 
 import pytest
@@ -248,6 +249,43 @@ class Tables(RuleBasedStateMachine):
         self.table.forget(key, now_s=self.now_s)
         assert self.table.info(key, now_s=self.now_s).reason is None
 
+    def has_open_turn(self, key) -> bool:
+        """Return whether a turn of a session is open."""
+        return any(k == key and self.table.is_open(nonce) for nonce, (k, _) in self.turns.items())
+
+    @rule(index=st.integers(0, 3), num_tokens=st.integers(0, 30), ttl_s=st.none() | TTLS)
+    def fork(self, index, num_tokens, ttl_s):
+        """Fork a session: the child holds what it has in common with the parent, the same blocks, at no cost."""
+        key, child_key = SESSIONS[index], SESSIONS[index ^ 1]
+        self.table.forget(child_key, now_s=self.now_s)
+        self.table.sweep(now_s=self.now_s)
+        parent = self.leases().get(key)
+        before = self.table.info(key, now_s=self.now_s)
+        num_leased, num_free = self.table.num_leased_blocks, self.pool.num_free_blocks()
+        history = parent.token_ids[:num_tokens] if parent else array("i", [7])
+        info = self.table.fork(key, child_key, history, ttl_s=ttl_s, now_s=self.now_s)
+        child = self.leases().get(child_key)
+        assert self.table.info(key, now_s=self.now_s) == before
+        assert (self.table.num_leased_blocks, self.pool.num_free_blocks()) == (num_leased, num_free)
+        assert (child is None) == (parent is None)
+        if child is None:
+            assert (info.state, info.reason) == (before.state, before.reason)
+        else:
+            assert child.num_tokens == (min(num_tokens, parent.num_tokens) or parent.num_tokens)
+            assert list(child.block_ids) == list(parent.block_ids[: len(child.block_ids)])
+            assert child.due_s == self.now_s + (parent.ttl_s if ttl_s is None else ttl_s)
+
+    @rule(key=KEYS, num_tokens=st.integers(0, 30))
+    def rewind(self, key, num_tokens):
+        """Rewind a session: its lease ends where its new history does, and never grows."""
+        self.table.sweep(now_s=self.now_s)
+        lease = self.leases().get(key)
+        if lease is None or self.has_open_turn(key):
+            return
+        before = lease.num_tokens
+        after = self.table.rewind(key, lease.token_ids[:num_tokens], now_s=self.now_s)
+        assert after.num_tokens == (min(num_tokens, before) or before)
+
     # ---------------------------------------------------------------- the engine
 
     @rule(num_blocks=st.integers(0, NUM_BLOCKS), all_or_nothing=st.booleans())
@@ -376,7 +414,7 @@ class Tables(RuleBasedStateMachine):
         """End everything: the pool is as it was in the beginning."""
         for nonce in self.turns:
             self.table.abandon(nonce, return_ticket=True, now_s=self.now_s)
-        for key, _ in self.turns.values():
+        for key in SESSIONS:
             self.table.forget(key, now_s=self.now_s)
         for ticket_id in self.open_tickets:
             self.table.return_ticket(ticket_id, now_s=self.now_s)

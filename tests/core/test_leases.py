@@ -1,5 +1,7 @@
 """The life of a lease, verb by verb."""
 
+from array import array
+
 import pytest
 
 from server_ext.core.errors import InvalidRequest, LeaseLost, TurnConflict
@@ -698,6 +700,94 @@ def test_renewing_for_ever_costs_no_memory():
         table.extend(ALICE, 900, now_s=i / 100)
     assert len(table._held._deadlines) < 200  # noqa: SLF001 (what a leak would look like from outside is memory)
     assert pool.num_free_blocks() == pool.num_blocks - 1
+
+
+# ---------------------------------------------------------------- forks and rewinds
+
+CHILD = (ALICE[0], "child")
+
+
+def test_a_child_holds_the_parents_blocks_by_itself():
+    """Forking copies nothing and costs nothing; whoever ends first, the other keeps all that it holds."""
+    pool = FakePool()
+    table = make_table(pool, budget_fraction=0.1)
+    run_turn(table, pool, ALICE, some_ids(22), now_s=0, nonce="a", ttl_s=30)
+    info = table.fork(ALICE, CHILD, array("i", some_ids(22)), ttl_s=None, now_s=10)
+    assert (info.state, info.num_tokens, info.num_blocks, info.remaining_s) == ("active", 22, 6, 30)
+    assert blocks_of(table, CHILD) == blocks_of(table, ALICE)
+    assert table.num_leased_blocks == 6 == 64 - pool.num_free_blocks()
+    table.release(ALICE, now_s=11)
+    assert table.num_leased_blocks == 6
+    table.fork(CHILD, ALICE, array("i"), ttl_s=100, now_s=12)
+    table.release(CHILD, now_s=13)
+    assert table.info(ALICE, now_s=13).remaining_s == 99
+    table.release(ALICE, now_s=14)
+    assert (table.num_leased_blocks, pool.num_free_blocks()) == (0, 64)
+
+
+def test_a_child_of_an_earlier_turn_holds_as_much_as_it_has():
+    """The child's lease ends where its history does, within a block too, and is whole for it."""
+    pool = FakePool()
+    table = make_table(pool)
+    run_turn(table, pool, ALICE, some_ids(22), now_s=0, nonce="a")
+    table.revoke(1, now_s=0)
+    assert table.info(ALICE, now_s=0).reason == "lease_revoked"
+    info = table.fork(ALICE, CHILD, array("i", some_ids(9)), ttl_s=5, now_s=0)
+    assert (info.num_tokens, info.num_blocks, info.remaining_s, info.reason) == (9, 3, 5, None)
+    assert blocks_of(table, CHILD) == blocks_of(table, ALICE)[:3]
+    begun = begin(table, CHILD, some_ids(12), now_s=1, nonce="c")
+    assert (begun.held_tokens, begun.matched_tokens, begun.ticket.num_tokens) == (9, 9, 9)
+
+
+@pytest.mark.parametrize("history", [[], [7, 8, 9]])
+def test_a_child_of_an_unknown_or_foreign_history(history):
+    """Without ids the child holds all that the parent does, for its next prompt to match; with others nothing."""
+    pool = FakePool()
+    table = make_table(pool)
+    run_turn(table, pool, ALICE, some_ids(8), now_s=0, nonce="a")
+    info = table.fork(ALICE, CHILD, array("i", history), ttl_s=None, now_s=0)
+    assert (info.state, info.num_tokens) == (("none", 0) if history else ("active", 8))
+
+
+def test_a_child_of_a_parent_without_a_lease_says_why():
+    """What the parent lost the child never had, for the same reason; a parent without turns tells nothing."""
+    pool = FakePool()
+    table = make_table(pool)
+    assert table.fork(ALICE, CHILD, array("i"), ttl_s=None, now_s=0).state == "none"
+    run_turn(table, pool, ALICE, some_ids(8), now_s=0, nonce="a", ttl_s=5)
+    info = table.fork(ALICE, CHILD, array("i", some_ids(8)), ttl_s=None, now_s=6)
+    assert (info.state, info.reason) == ("expired", "lease_expired")
+    assert begin(table, CHILD, some_ids(9), now_s=6, nonce="c").lease_reason == "lease_expired"
+
+
+def test_children_grow_tails_of_their_own():
+    """After their turns parent and children hold the shared blocks once, and each its own tail."""
+    pool = FakePool()
+    table = make_table(pool, budget_fraction=0.5, tenant_share=0.5)
+    run_turn(table, pool, ALICE, some_ids(40), now_s=0, nonce="a")
+    keys = [(ALICE[0], str(i)) for i in range(6)]
+    for i, key in enumerate(keys):
+        table.fork(ALICE, key, array("i", some_ids(40)), ttl_s=None, now_s=0)
+        shared = blocks_of(table, key)
+        run_turn(table, pool, key, some_ids(40) + some_ids(4, seed=i + 1), now_s=1, nonce=str(i), shared=shared)
+    assert table.num_leased_blocks == 16 == 64 - pool.num_free_blocks()
+    for key in [ALICE, *keys[1:]]:
+        table.release(key, now_s=2)
+    assert table.num_leased_blocks == 11 == 64 - pool.num_free_blocks()
+
+
+def test_a_rewound_lease_gives_its_tail_back():
+    """Blocks behind the history go, and the lease is whole; what is not known or not in common changes nothing."""
+    pool = FakePool()
+    table = make_table(pool)
+    run_turn(table, pool, ALICE, some_ids(22), now_s=0, nonce="a")
+    table.revoke(1, now_s=0)
+    for history in ([], [7]):
+        assert table.rewind(ALICE, array("i", history), now_s=0).num_tokens == 20
+    info = table.rewind(ALICE, array("i", some_ids(6)), now_s=0)
+    assert (info.state, info.num_tokens, info.num_blocks, info.reason) == ("active", 6, 2, None)
+    assert pool.num_free_blocks() == 62
+    assert table.rewind(BOB, array("i", [1]), now_s=0).state == "none"
 
 
 # ---------------------------------------------------------------- release all

@@ -185,6 +185,166 @@ def test_a_turn_that_took_too_long_is_given_up():
     assert sessions.complete_turn("new", array("i"), b"", b"", now_s=19).turn == 1
 
 
+# ---------------------------------------------------------------- forks and rewinds
+
+
+def converse(sessions, *, num_turns=3, key=ALICE):
+    """Run turns whose ids each continue the ones before: [0, 1], [0, 1, 2, 3] and so on."""
+    open_session(sessions, key, chunk=b"opened")
+    for turn in range(1, num_turns + 1):
+        assert sessions.start_turn(key, turn, f"k{turn}", "n", now_s=0) is None
+        sessions.complete_turn("n", array("i", range(2 * turn)), b"turn %d" % turn, b"reply", now_s=0)
+
+
+CHILD = (ALICE[0], "child")
+
+
+@pytest.mark.parametrize(("at_turn", "turn"), [(None, 3), (3, 3), (2, 2), (1, 1), (0, 0)])
+def test_a_fork_has_the_history_up_to_its_turn(at_turn, turn):
+    """The child has the parent's chunks and ids of then, goes on by itself, and leaves the parent as it was."""
+    sessions, _ = make_sessions()
+    converse(sessions)
+    child, is_new = sessions.fork(ALICE, CHILD, at_turn, now_s=0)
+    assert is_new
+    assert (child.turn, list(child.token_ids)) == (turn, list(range(2 * turn)))
+    assert child.transcript == [b"opened", b"turn 1", b"turn 2", b"turn 3"][: turn + 1]
+    assert child.origin == ("alice", turn)
+    assert run_turn(sessions, CHILD, turn=turn + 1, nonce="m").turn == turn + 1
+    parent = sessions.get(ALICE)
+    assert (parent.turn, list(parent.token_ids), len(parent.transcript)) == (3, list(range(6)), 4)
+    assert parent.last_reply == ("k3", b"reply")
+
+
+def test_forking_again_returns_the_child_as_it_is():
+    """A retry finds what the first call made, also when parent or child have gone on, or the parent is gone."""
+    sessions, _ = make_sessions()
+    converse(sessions)
+    child, _ = sessions.fork(ALICE, CHILD, None, now_s=0)
+    run_turn(sessions, CHILD, turn=4)
+    run_turn(sessions, ALICE, turn=4)
+    assert sessions.fork(ALICE, CHILD, None, now_s=0) == (child, False)
+    assert sessions.fork(ALICE, CHILD, 3, now_s=0) == (child, False)
+    verify_conflict(lambda: sessions.fork(ALICE, CHILD, 2, now_s=0), expected_turn=5)
+    sessions.end(ALICE, now_s=0)
+    assert sessions.fork(ALICE, CHILD, 3, now_s=0) == (child, False)
+
+
+def test_a_taken_id_is_not_forked_onto():
+    """A session that is no fork of this parent stays what it is."""
+    sessions, _ = make_sessions()
+    converse(sessions)
+    open_session(sessions, CHILD, turn=7)
+    verify_conflict(lambda: sessions.fork(ALICE, CHILD, None, now_s=0), expected_turn=8)
+    sessions.fork(ALICE, (ALICE[0], "other"), None, now_s=0)
+    verify_conflict(lambda: sessions.fork(CHILD, (ALICE[0], "other"), None, now_s=0), expected_turn=4)
+
+
+@pytest.mark.parametrize("verb", ["fork", "rewind"])
+def test_turns_that_are_not_known_cannot_be_gone_back_to(verb):
+    """Turns still to come, and those that a reopened session had before, are refused with the number that fits."""
+    sessions, _ = make_sessions()
+    open_session(sessions, turn=3)
+    run_turn(sessions, turn=4)
+
+    def go_back(turn):
+        return sessions.rewind(ALICE, turn, now_s=0) if verb == "rewind" else sessions.fork(ALICE, CHILD, turn, now_s=0)
+
+    for turn in (5, 2, 0):
+        verify_conflict(lambda turn=turn: go_back(turn), expected_turn=5)
+    go_back(3)
+
+
+@pytest.mark.parametrize("verb", ["fork", "rewind"])
+def test_a_running_session_is_neither_forked_nor_rewound(verb):
+    """Between the turns only; the caller is told to wait."""
+    sessions, _ = make_sessions()
+    converse(sessions)
+    sessions.start_turn(ALICE, 4, "k", "n", now_s=0)
+    go_back = {
+        "rewind": lambda: sessions.rewind(ALICE, 1, now_s=0),
+        "fork": lambda: sessions.fork(ALICE, CHILD, 1, now_s=0),
+    }[verb]
+    verify_conflict(go_back, retry_after_s=0.2)
+    with pytest.raises(SessionNotFound):
+        sessions.rewind(BOB, 0, now_s=0)
+    with pytest.raises(SessionNotFound):
+        sessions.fork(BOB, CHILD, 0, now_s=0)
+
+
+def test_a_rewound_session_goes_on_from_there():
+    """Rewinding forgets what came behind, last reply included; rewinding to the end is nothing, and so is a retry."""
+    sessions, _ = make_sessions()
+    converse(sessions)
+    assert sessions.rewind(ALICE, 3, now_s=0).last_reply is not None
+    for _ in range(2):
+        session = sessions.rewind(ALICE, 1, now_s=0)
+        assert (session.turn, list(session.token_ids)) == (1, [0, 1])
+        assert (session.transcript, session.last_reply) == ([b"opened", b"turn 1"], None)
+    assert sessions.num_bytes == EMPTY_BYTES + len(b"openedturn 1") + 8
+    verify_conflict(lambda: run_turn(sessions, turn=4), expected_turn=2)
+    assert run_turn(sessions, turn=2).turn == 2
+
+
+def test_what_a_template_rewrote_has_no_ids_any_more():
+    """Where a turn's ids do not begin with those before, the turns that they lack are known by their texts only."""
+    sessions, _ = make_sessions()
+    converse(sessions)
+    sessions.start_turn(ALICE, 4, "", "n", now_s=0)
+    session = sessions.complete_turn("n", array("i", [0, 1, 2, 99]), b"turn 4", b"", now_s=0)
+    assert session.id_counts == [0, 2, 0, 0, 4]
+    child, _ = sessions.fork(ALICE, CHILD, 2, now_s=0)
+    assert (child.turn, len(child.token_ids), len(child.transcript)) == (2, 0, 3)
+
+
+def test_a_turn_may_continue_an_earlier_one():
+    """What the turn does not continue goes when it is complete, and stays when it is cancelled."""
+    sessions, _ = make_sessions()
+    converse(sessions)
+    for nonce in ("cancelled", "completed"):
+        sessions.start_turn(ALICE, 4, "", nonce, now_s=0, num_kept=2)
+        assert len(sessions.get(ALICE).transcript) == 4
+        if nonce == "cancelled":
+            sessions.cancel_turn(nonce, now_s=0)
+    session = sessions.complete_turn("completed", array("i", [0, 1, 5]), b"other", b"reply", now_s=0)
+    assert (session.turn, session.transcript) == (2, [b"opened", b"turn 1", b"other"])
+    assert (session.id_counts, session.last_reply) == ([0, 2, 3], None)
+    assert sessions.num_bytes == session.counted_bytes()
+
+
+def test_a_turn_may_begin_all_over():
+    """A turn that continues nothing is the first one, whatever the session was opened with."""
+    sessions, _ = make_sessions()
+    open_session(sessions, chunk=b"history", turn=7)
+    sessions.start_turn(ALICE, 8, "", "n", now_s=0, num_kept=0)
+    session = sessions.complete_turn("n", array("i", [5]), b"all", b"", now_s=0)
+    assert (session.turn, session.first_turn, session.transcript) == (1, 0, [b"", b"all"])
+
+
+def test_a_turn_rendered_from_a_history_of_before_does_not_start():
+    """Whatever changed the history meanwhile, the caller must load it again."""
+    sessions, _ = make_sessions()
+    converse(sessions)
+    revision = sessions.get(ALICE).revision
+    sessions.rewind(ALICE, 2, now_s=0)
+    run_turn(sessions, turn=3)
+    start = {"now_s": 0, "num_kept": 1}
+    verify_conflict(lambda: sessions.start_turn(ALICE, 4, "", "m", revision=revision, **start), retry_after_s=0.2)
+    revision = sessions.get(ALICE).revision
+    assert sessions.start_turn(ALICE, 4, "", "m", revision=revision, **start) is None
+
+
+def test_a_fork_is_bounded_like_any_session():
+    """A child needs room; its parent is never what makes it."""
+    sessions, dropped = make_sessions(max_sessions=2)
+    converse(sessions)
+    open_session(sessions, BOB, now_s=1)
+    sessions.fork(ALICE, CHILD, 1, now_s=2)
+    assert dropped == [BOB]
+    sessions.start_turn(CHILD, 2, "k", "n", now_s=2)
+    with pytest.raises(CapacityExceeded):
+        sessions.fork(ALICE, (ALICE[0], "second"), None, now_s=2)
+
+
 # ---------------------------------------------------------------- the end, and bounds
 
 
