@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
+from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
 from vllm.exceptions import VLLMError
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
@@ -66,6 +67,7 @@ __all__ = [
     "require_supported_version",
     "validate_json_request",
     "with_cancellation",
+    "with_sse_keep_alive",
 ]
 
 SUPPORTED_VERSIONS = ("0.32",)

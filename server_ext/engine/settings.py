@@ -16,7 +16,16 @@ if TYPE_CHECKING:
 Role = Literal["prefill", "decode"]
 _MIN_SECRET_BYTES = 16
 _OWN_KEYS = frozenset(
-    {"role", "secret_file", "prefill_urls", "prefill_timeout_s", "control_timeout_s", "fresh_prefill_salt"}
+    {
+        "role",
+        "secret_file",
+        "prefill_urls",
+        "prefill_timeout_s",
+        "control_timeout_s",
+        "fresh_prefill_salt",
+        "session_id_fields",
+        "session_id_headers",
+    }
 )
 
 
@@ -33,6 +42,9 @@ class EngineSettings:
     - `fresh_prefill_salt`: a debug setting of benchmarks: each request to P gets its own cache salt, so that P's
       prefix cache never hits.
     - `home`: lease and session settings (D only; defaults elsewhere).
+    - `session_id_fields`, `session_id_headers`: where a chat completion may name its session beside vLLM's own places
+      (`session_id`, `X-Session-ID`, `vllm_xargs.session_id`), such as `conversation_id` and `X-Correlation-ID`; body
+      fields come before headers, each in the given order (D only).
     """
 
     role: Role
@@ -42,6 +54,8 @@ class EngineSettings:
     control_timeout_s: float
     fresh_prefill_salt: bool
     home: HomeSettings
+    session_id_fields: tuple[str, ...] = ()
+    session_id_headers: tuple[str, ...] = ()
 
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig) -> EngineSettings:
@@ -83,6 +97,8 @@ class EngineSettings:
             prefill_timeout_s=_seconds(config, "prefill_timeout_s", default=None),
             control_timeout_s=_seconds(config, "control_timeout_s", default=30.0) or 30.0,
             fresh_prefill_salt=_flag(config, "fresh_prefill_salt"),
+            session_id_fields=_names(config, "session_id_fields"),
+            session_id_headers=_names(config, "session_id_headers"),
             home=HomeSettings.from_config({k: v for k, v in config.items() if k not in _OWN_KEYS}),
         )
 
@@ -118,3 +134,11 @@ def _flag(config: Mapping[str, Any], name: str) -> bool:
         msg = f"bidikv setting {name} is {value!r}; give true or false"
         raise ValueError(msg)  # noqa: TRY004 - one error type for all settings
     return value
+
+
+def _names(config: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    value = config.get(name, [])
+    if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
+        msg = f"bidikv setting {name} is {value!r}; give a list of names like 'conversation_id'"
+        raise ValueError(msg)
+    return tuple(value)

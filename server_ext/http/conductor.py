@@ -10,7 +10,6 @@ import copy
 import json
 import time
 import uuid
-from array import array
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,17 +19,21 @@ from server_ext.engine import compat
 from server_ext.http.errors import Refused, refused_by_vllm, vllm_errors
 from server_ext.http.home_client import HomeClient
 from server_ext.http.prefill_client import PrefillClient
-from server_ext.http.render import History, Prompt, TurnRenderer
+from server_ext.http.render import TurnRenderer
 from server_ext.http.tenants import Tenants
+from server_ext.http.transcript import Transcript
 from server_ext.http.turn import Clock, EngineTap, Plan, Turn
 
 if TYPE_CHECKING:
+    from array import array
     from collections.abc import AsyncIterator
 
     import httpx
 
     from bidikv_sdk.wire import Route
     from server_ext.engine.settings import EngineSettings
+    from server_ext.http.render import Prompt
+    from server_ext.http.transcript import Place
     from server_ext.http.turn_request import TurnRequest
 
 logger = compat.init_logger("vllm.bidikv")
@@ -70,7 +73,7 @@ class Conductor:
     ) -> None:
         self.home = HomeClient(engine_client, timeout_s=settings.control_timeout_s)
         self.tenants = Tenants(settings.secret, has_keys=has_keys)
-        self._settings = settings
+        self.settings = settings
         self._serving_chat = serving_chat
         self._renderer = TurnRenderer(serving_chat)
         block_size = engine_client.vllm_config.cache_config.block_size
@@ -89,66 +92,68 @@ class Conductor:
             be closed (`aclose`) where it is not read to its end.
 
         Raises:
-            Refused: nothing was generated, and the session is as it was.
+            Refused: the session is as it was.
         """
         started_s = time.perf_counter()
-        record = await self.home.call("load", self._turn_arg(caller, request))
+        arg = {**caller.session, "turn": request.turn, "idempotency_key": request.key}
+        record = await self.home.call("load", arg)
         if record["reply"] is not None:
             return self._replay(record, stream=request.stream)
-        chunks = [json.loads(chunk) for chunk in record["transcript"] if chunk]
-        tools = next(
-            (c["tools"] for c in reversed([*chunks, {"tools": request.tools}]) if c.get("tools") is not None),
-            None,
-        )
+        told = Transcript(record)
+        if request.turn is None:
+            place = told.find(request.messages, request.tools or [])
+        else:
+            place = told.end(request.messages, request.tools)
         recompute = request.route == "recompute"
         salt = self.tenants.cache_salt(caller.tenant, session_id=caller.session_id if recompute else None)
-        vllm_request = request.to_vllm(tools, cache_salt=salt)
-        history = History(
-            messages=[message for chunk in chunks for message in chunk["messages"]],
-            token_ids=array("i", record["token_ids"]),
-            pending_text=chunks[-1].get("pending_text", "") if chunks else "",
-            prompt_hash=chunks[-1].get("prompt_hash", "") if chunks else "",
-        )
-        prompt = await self._renderer.render(vllm_request, history, request.messages)
+        vllm_request = request.to_vllm(place.tools, cache_salt=salt)
+        prompt = await self._renderer.render(vllm_request, place.history, place.delta)
         rendered_s = time.perf_counter()
-        route = request.route or self._settings.home.default_route
+        route = request.route or self.settings.home.default_route
         route = "fetch" if route == "auto" else route
-        begun = await self._begin(caller, request, prompt, want_ticket=route == "fetch")
+        arg |= {"turn": told.turn + 1, "revision": told.revision, "num_kept": place.num_kept}
+        begun = await self._begin(arg, prompt, want_ticket=route == "fetch")
         if begun["reply"] is not None:  # another try of the same turn has completed in the meantime
             return self._replay(begun, stream=request.stream)
         clock = Clock(started_s=started_s, rendered_s=rendered_s, begun_s=time.perf_counter())
-        turn = self._turn(caller, request, prompt, route, begun, clock)
+        turn = self._turn(caller, request, place, prompt, route, begun, clock)
+        said = _Said(turn, request, vllm_request, place.delta)
         try:
             result = await self._generate(turn, vllm_request, prompt.token_ids, raw_request)
             if request.stream:
-                events = self._stream(turn, request, vllm_request, result)
+                events = self._stream(said, result)
                 await anext(events)  # from here on its end is run, even if nobody ever reads from it
                 return events
-            completion = result.model_dump()
-            completion["bidikv"] = await self._settle(turn, request, vllm_request, completion)
+            completion: dict[str, Any] = result.model_dump()
+            completion |= await said.settle(completion)
         except BaseException:
             await turn.abandon_whatever_happens()
             raise
         return completion
 
-    async def _begin(
-        self, caller: Caller, request: TurnRequest, prompt: Prompt, *, want_ticket: bool
-    ) -> dict[str, Any]:
+    async def _begin(self, arg: dict[str, Any], prompt: Prompt, *, want_ticket: bool) -> dict[str, Any]:
         def undo(late: dict[str, Any]) -> None:
             if late["reply"] is None:
                 self.home.call_soon("abandon", {"nonce": late["nonce"], "return_ticket": True})
 
         arg = {
-            **self._turn_arg(caller, request),
+            **arg,
             "prompt_ids": prompt.token_ids.tobytes(),
-            "want_ticket": want_ticket and bool(self._settings.prefill_urls),
+            "want_ticket": want_ticket and bool(self.settings.prefill_urls),
         }
         return await self.home.call("begin", arg, on_late=undo)
 
     def _turn(
-        self, caller: Caller, request: TurnRequest, prompt: Prompt, route: Route, begun: dict[str, Any], clock: Clock
+        self,
+        caller: Caller,
+        request: TurnRequest,
+        place: Place,
+        prompt: Prompt,
+        route: Route,
+        begun: dict[str, Any],
+        clock: Clock,
     ) -> Turn:
-        fresh = self._settings.fresh_prefill_salt or route == "recompute"
+        fresh = self.settings.fresh_prefill_salt or route == "recompute"
         plan = Plan(
             nonce=begun["nonce"],
             fingerprint=begun["fingerprint"],
@@ -161,14 +166,11 @@ class Conductor:
             diverged_at=begun["diverged_at"],
             lease_reason=begun["lease_reason"],
             ticket_reason=begun["ticket_reason"],
+            changed=place.changed,
             prefill_salt=uuid.uuid4().hex if fresh else self.tenants.cache_salt(caller.tenant),
         )
-        secret = self._settings.secret
+        secret = self.settings.secret
         return Turn(plan, clock, home=self.home, prefill=self._prefill, renderer=self._renderer, secret=secret)
-
-    @staticmethod
-    def _turn_arg(caller: Caller, request: TurnRequest) -> dict[str, Any]:
-        return {**caller.session, "turn": request.turn, "idempotency_key": request.key}
 
     async def _generate(self, turn: Turn, vllm_request: Any, token_ids: array[int], raw_request: Any) -> Any:
         # Prepared ids win over the messages, which vLLM then neither renders nor tokenizes.
@@ -182,11 +184,11 @@ class Conductor:
             raise refused_by_vllm(error.code, error.message)
         return result
 
-    async def _stream(
-        self, turn: Turn, request: TurnRequest, vllm_request: Any, events: AsyncIterator[str]
-    ) -> AsyncIterator[str]:
+    async def _stream(self, said: _Said, events: AsyncIterator[str]) -> AsyncIterator[str]:
         """Pass vLLM's events on; the last one before the end carries the report."""
         total = ChunkSum()
+        wants_usage = said.request.wants_usage or self._serving_chat.enable_force_include_usage
+        last: dict[str, Any] = {}  # where no usage chunk is wanted: the chunk before it, which takes the report
         try:
             yield ""
             async with aclosing(events):  # type: ignore[type-var]
@@ -197,33 +199,23 @@ class Conductor:
                     chunk = json.loads(data)
                     if "error" in chunk:
                         refused = refused_by_vllm(chunk["error"].get("code") or 500, chunk["error"]["message"])
-                        yield _event({"error": refused.info.to_json()})
+                        yield event if said.request.turn is None else _event({"error": refused.info.to_json()})
                         break
                     total.add(chunk)
-                    if chunk["choices"]:
-                        yield event
-                    else:
+                    if not chunk["choices"]:
                         try:
-                            chunk["bidikv"] = await self._settle(turn, request, vllm_request, dict(total.completion()))
+                            report = await said.settle(dict(total.completion()))
+                            chunk = {**(chunk if wants_usage else last), **report}
                         except Refused as refused:
                             chunk = {"error": refused.info.to_json()}
                         yield _event(chunk)
+                    elif wants_usage or not chunk["choices"][0].get("finish_reason"):
+                        yield event
+                    else:
+                        last = chunk
             yield _DONE
         finally:
-            await turn.abandon_whatever_happens()
-
-    async def _settle(
-        self, turn: Turn, request: TurnRequest, vllm_request: Any, completion: dict[str, Any]
-    ) -> dict[str, Any]:
-        message = completion["choices"][0]["message"]
-        said = {name: value for name, value in message.items() if value or name == "content"}
-        return await turn.settle(
-            said,
-            completion,
-            skip_special_tokens=vllm_request.skip_special_tokens,
-            chunk={"messages": request.messages, "tools": request.tools},
-            ttl_s=request.ttl_s,
-        )
+            await said.turn.abandon_whatever_happens()
 
     def _replay(self, record: dict[str, Any], *, stream: bool) -> dict[str, Any] | AsyncIterator[str]:
         """Return the stored reply of the last turn to a retry of it."""
@@ -248,6 +240,47 @@ class Conductor:
     async def close(self) -> None:
         """Close the connections to P."""
         await self._prefill.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """A turn, and all that its end needs to know of its beginning."""
+
+    turn: Turn
+    request: TurnRequest
+    vllm_request: Any
+    delta: list[dict[str, Any]]
+
+    async def settle(self, completion: dict[str, Any]) -> dict[str, Any]:
+        """Settle the turn, and tell in the completion's usage how much of the prompt was not computed.
+
+        Returns:
+            `bidikv` of the reply. Nothing where a client that sends whole histories gets its answer, but could not be
+            given a lease: it did not ask for one, and sends all again.
+
+        Raises:
+            Refused: the turn is not part of the session.
+        """
+        message = completion["choices"][0]["message"]
+        usage, cache = completion.get("usage"), self.turn.report()
+        if usage is not None:
+            details = usage.get("prompt_tokens_details") or {}
+            usage["prompt_tokens_details"] = {**details, "cached_tokens": cache.reused_tokens + cache.fetched_tokens}
+        try:
+            info = await self.turn.settle(
+                {name: value for name, value in message.items() if value or name == "content"},
+                completion,
+                skip_special_tokens=self.vllm_request.skip_special_tokens,
+                chunk={"messages": self.delta, "tools": self.request.tools},
+                ttl_s=self.request.ttl_s,
+            )
+        except Refused as refused:
+            if self.request.turn is not None:
+                raise
+            logger.warning("A chat completion was answered, but not kept: %s", refused)
+            await self.turn.abandon_whatever_happens()
+            return {}
+        return {"bidikv": info}
 
 
 def _event(data: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from server_ext.engine.compat import require_supported_version
 from server_ext.engine.settings import EngineSettings
-from server_ext.http import metrics, prefill_route, routes
+from server_ext.http import chat_route, metrics, prefill_route, routes
 from server_ext.http.conductor import Conductor
 from server_ext.http.metrics import HomeMetrics, turn_metrics
 from server_ext.http.prefill_route import PrefillService
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class BidiKVPlugin:
-    """Session routes on D, the prefill route on P; which of the two an engine is, its settings say."""
+    """Session routes on D, and sessions on its chat route; the prefill route on P. Which it is, the settings say."""
 
     name = "bidikv_http"
     required_tasks = ("generate",)
@@ -36,6 +36,7 @@ class BidiKVPlugin:
         app.include_router(prefill_route.router)
         app.add_middleware(RefuseTransferParams)
         metrics.attach(app)
+        chat_route.attach(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Build the conductor (D) or the prefill service (P).

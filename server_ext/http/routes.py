@@ -202,6 +202,27 @@ async def release(session_id: str, raw_request: Request) -> Response:
     return await Call(raw_request, session_id, await body_of(raw_request)).home("release")
 
 
+@router.post("/{session_id}/fork")
+@answers
+async def fork(session_id: str, raw_request: Request) -> Response:
+    """Open a session that has this one's history up to a turn, and shares its cache."""
+    call = Call(raw_request, session_id, await body_of(raw_request))
+    at_turn = call.body.get("at_turn")
+    if at_turn is not None:
+        at_turn = turn_request.turn_of(at_turn, least=0, meaning="the number of turns that the fork has")
+    ttl_s = turn_request.ttl_of(call.body.get("ttl_s"), "ttl_s")
+    return await call.home("fork", child_id=turn_request.child_id_of(call.body), at_turn=at_turn, ttl_s=ttl_s)
+
+
+@router.post("/{session_id}/rewind")
+@answers
+async def rewind(session_id: str, raw_request: Request) -> Response:
+    """Return the session to the end of an earlier turn."""
+    call = Call(raw_request, session_id, await body_of(raw_request))
+    turn = turn_request.turn_of(call.body.get("turn"), least=0, meaning="the number of turns to keep")
+    return await call.home("rewind", turn=turn)
+
+
 @router.post("/{session_id}/end")
 @router.delete("/{session_id}")
 @answers

@@ -42,6 +42,7 @@ class Plan:
     - `held_tokens`, `diverged_at`: of the lease, for the report.
     - `lease_reason`: why the lease is gone or smaller; None where it is whole.
     - `ticket_reason`: why there is no ticket although tokens matched.
+    - `changed`: why the prompt does not begin with all that D holds, where it does not; None for no known reason.
     - `prefill_salt`: of P's prefix cache; None for none.
     """
 
@@ -56,6 +57,7 @@ class Plan:
     diverged_at: int | None
     lease_reason: Reason | None
     ticket_reason: Reason | None
+    changed: Reason | None
     prefill_salt: str | None
 
 
@@ -278,7 +280,7 @@ class Turn:
         if plan.ticket_reason is not None:
             return plan.ticket_reason
         if plan.diverged_at is not None:
-            return "messages_changed"
+            return plan.changed or "messages_changed"
         return "forced" if plan.forced else "cheapest"
 
     def _timings(self) -> Timings:

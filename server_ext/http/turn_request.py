@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -40,17 +40,19 @@ _OWN_FIELDS = frozenset({"bidikv", "session_id", "turn", "messages", "tools", "s
 class TurnRequest:
     """One turn as its caller asked for it.
 
-    - `turn`: its number, from 1.
+    - `turn`: its number, from 1; None where the request holds a whole history, as any OpenAI client sends it.
     - `key`: idempotency key; equal keys of the same turn are the same call.
-    - `messages`: the delta, at least one OpenAI message.
+    - `messages`: at least one OpenAI message; the delta, or the whole history.
     - `tools`: None where the session's tools stay as they are.
     - `route`: None where the caller does not force one.
     - `ttl_s`: of the lease after this turn; None for the server's default.
     - `stream`: reply as server-sent events.
     - `chat`: the remaining chat parameters, unchecked.
+    - `stream_options`: of vLLM's stream, to which usage is always added.
+    - `wants_usage`: the caller's stream ends with a chunk that has usage and no choices.
     """
 
-    turn: int
+    turn: int | None
     key: str
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
@@ -58,6 +60,8 @@ class TurnRequest:
     ttl_s: float | None
     stream: bool
     chat: dict[str, Any]
+    stream_options: dict[str, Any] = field(default_factory=dict)
+    wants_usage: bool = True
 
     @classmethod
     def parse(cls, body: dict[str, Any], *, key: str) -> TurnRequest:
@@ -66,6 +70,34 @@ class TurnRequest:
         Raises:
             Refused: `invalid_request`, `unsupported_parameter` or `protocol_mismatch`, naming the field.
         """
+        return cls._of(
+            body,
+            turn=turn_of(body.get("turn"), least=1, meaning="the number of this turn: completed turns + 1"),
+            key=key,
+            tools=tools_of(body),
+        )
+
+    @classmethod
+    def parse_whole(cls, body: dict[str, Any]) -> TurnRequest:
+        """Check the body of a chat completion, which holds the whole history and all tools.
+
+        Raises:
+            Refused: as `parse`: a session cannot serve it.
+        """
+        asked = body.get("stream_options") or {}
+        wants_usage = bool(asked.get("include_usage"))
+        extra = {name: value for name, value in (body.get("vllm_xargs") or {}).items() if name != "session_id"}
+        return cls._of(
+            {**body, "vllm_xargs": extra or None},
+            turn=None,
+            key="",
+            tools=tools_of(body) or [],
+            stream_options=asked if wants_usage else {},
+            wants_usage=wants_usage,
+        )
+
+    @classmethod
+    def _of(cls, body: dict[str, Any], **parts: Any) -> TurnRequest:
         options = options_of(body)
         for name, unset in _REFUSED_FIELDS.items():
             if body.get(name) is not None and body[name] is not unset:
@@ -74,20 +106,17 @@ class TurnRequest:
         if body.get("n") not in (None, 1):
             msg = f"n is {body['n']!r:.80}, but a session continues with one reply; leave it out or open more sessions"
             raise Refused(msg, code="unsupported_parameter", param="n")
-        turn = turn_of(body.get("turn"), least=1, meaning="the number of this turn: completed turns + 1")
         route = options.get("route")
         if route is not None and route not in ROUTES:
             msg = f"bidikv.route is {route!r:.80}; give one of {', '.join(ROUTES)}"
             raise Refused(msg, param="bidikv.route")
         return cls(
-            turn=turn,
-            key=key,
             messages=messages_of(body, required=True),
-            tools=tools_of(body),
             route=None if route == "auto" else route,
             ttl_s=ttl_of(options.get("ttl_s"), "bidikv.ttl_s"),
             stream=flag_of(body, "stream"),
             chat={k: v for k, v in body.items() if k not in _OWN_FIELDS and k not in _REFUSED_FIELDS},
+            **parts,
         )
 
     def to_vllm(self, tools: list[dict[str, Any]] | None, *, cache_salt: str | None) -> ChatCompletionRequest:
@@ -101,7 +130,8 @@ class TurnRequest:
             Refused: `invalid_request`, in vLLM's words.
         """
         # The usage chunk of a stream is the one that carries our report.
-        stream = {"stream": True, "stream_options": {"include_usage": True}} if self.stream else {}
+        options = {**self.stream_options, "include_usage": True}
+        stream = {"stream": True, "stream_options": options} if self.stream else {}
         with vllm_errors():
             try:
                 return ChatCompletionRequest(
@@ -218,6 +248,24 @@ def ttl_of(value: Any, param: str) -> float | None:
     return float(value)
 
 
+def is_session_id(value: Any) -> bool:
+    """Tell whether a value can be the id of a session."""
+    return isinstance(value, str) and 0 < len(value) <= _MAX_SESSION_ID_CHARS
+
+
+def child_id_of(body: Mapping[str, Any]) -> str:
+    """Return the id that a fork is to have.
+
+    Raises:
+        Refused: it is none.
+    """
+    child_id = body.get("child_id")
+    if not is_session_id(child_id):
+        msg = f"child_id is {child_id!r:.80}; give the new session's id, 1 to {_MAX_SESSION_ID_CHARS} characters"
+        raise Refused(msg, param="child_id")
+    return str(child_id)
+
+
 def session_id_of(path_id: str, body: Mapping[str, Any], header_id: str | None) -> str:
     """Return the session id of a call, which names it in path, header and body alike.
 
@@ -228,7 +276,7 @@ def session_id_of(path_id: str, body: Mapping[str, Any], header_id: str | None) 
         if given is not None and given != path_id:
             msg = f"{param} is {given!r:.80}, but the path names session {path_id!r:.80}; send the same id everywhere"
             raise Refused(msg, param=param)
-    if not 0 < len(path_id) <= _MAX_SESSION_ID_CHARS:
+    if not is_session_id(path_id):
         msg = f"the session id has {len(path_id)} characters; give 1 to {_MAX_SESSION_ID_CHARS}"
         raise Refused(msg, param="session_id")
     return path_id

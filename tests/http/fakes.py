@@ -14,11 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import msgspec
+import pytest
+import vllm.plugins
 from fastapi import FastAPI
+from vllm.entrypoints.openai.chat_completion.api_router import attach_router as attach_stock_chat
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.plugins.endpoint_plugins.interface import attach_endpoint_plugins
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreRequest
@@ -151,12 +156,13 @@ class FakeEngine:
         self.ops: list[tuple[str, dict[str, Any]]] = []
         self.fail_op = self.delay_op = ""
         self.delay = asyncio.Event()
-        self.num_aborted = 0
+        self.num_delayed = self.num_aborted = 0
 
     async def _call(self, method: str, op: str, arg: dict[str, Any]) -> dict[str, Any]:
         assert method == "bidikv_control"
         arg = msgspec.msgpack.decode(msgspec.msgpack.encode(arg))  # what vLLM's channel does to it
         if op == self.delay_op:
+            self.num_delayed += 1
             await self.delay.wait()
         else:
             await asyncio.sleep(0)
@@ -246,14 +252,20 @@ def make_online_renderer(vllm_config: Any, renderer: Any, template: str | None =
 
 
 class Stack:
-    """D's API server: `app`, its `engine` and `p`, and short ways to call it."""
+    """D's API server: `app`, its `engine` and `p`, and short ways to call it; `stock` is `app` without our plugin."""
 
     def __init__(self, vllm_config: Any, renderer: Any) -> None:
         self._vllm_config, self._renderer = vllm_config, renderer
         self.engine = FakeEngine(vllm_config, renderer)
         self.p = FakePrefillNode()
-        self.app = FastAPI()
-        BidiKVPlugin().attach_router(self.app)
+        self.app, self.stock = FastAPI(), FastAPI()
+        for app in (self.app, self.stock):
+            app.state.args = SimpleNamespace(log_error_stack=False)
+            init_exception_handler(app)
+            attach_stock_chat(app)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(vllm.plugins, "load_endpoint_plugins", lambda tasks: [BidiKVPlugin()])
+            attach_endpoint_plugins(self.app, ("generate",))
         self.configure()
 
     def configure(self, *, has_keys: bool = False, **settings: Any) -> None:
@@ -271,6 +283,7 @@ class Stack:
             enable_auto_tools=True,
             tool_parser="hermes",
         )
+        self.app.state.openai_serving_chat = self.stock.state.openai_serving_chat = serving
         self.app.state.bidikv_conductor = Conductor(
             self.engine,
             serving,
@@ -279,11 +292,12 @@ class Stack:
             prefill_transport=httpx.MockTransport(self.p),
         )
 
-    def run(self, scenario: Callable[[httpx.AsyncClient], Any]) -> Any:
+    def run(self, scenario: Callable[[httpx.AsyncClient], Any], *, app: FastAPI | None = None) -> Any:
         """Run a scenario with an HTTP client, and let what it left behind finish."""
 
         async def main() -> Any:
-            async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://d") as client:
+            transport = httpx.ASGITransport(app or self.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://d") as client:
                 result = await scenario(client)
             await settled()
             return result

@@ -104,6 +104,8 @@ CONTROLS = st.fixed_dictionaries(
         "turn": st.integers(-1, 3) | JSON,
         "replace": st.booleans() | JSON,
         "ttl_s": st.floats() | st.integers() | JSON,
+        "child_id": NAMES | JSON,
+        "at_turn": st.integers(-1, 3) | JSON,
         "bidikv": JSON,
     },
 )
@@ -146,7 +148,22 @@ def test_any_turn(stack, calls):
 @FUZZ
 @given(
     calls=st.lists(
-        st.tuples(st.sampled_from(["", "/{}/turns", "/{}/extend", "/{}/release", "/{}/end"]), NAMES, BODIES), max_size=4
+        st.tuples(
+            st.sampled_from(
+                [
+                    "",
+                    "/{}/turns",
+                    "/{}/extend",
+                    "/{}/release",
+                    "/{}/fork",
+                    "/{}/rewind",
+                    "/{}/end",
+                ]
+            ),
+            NAMES,
+            BODIES,
+        ),
+        max_size=4,
     )
 )
 def test_any_call(stack, calls):
@@ -162,3 +179,23 @@ def test_any_call(stack, calls):
         assert (await client.get("/v1/sessions")).status_code == 200
 
     stack.run(scenario)
+
+
+@FUZZ
+@given(calls=st.lists(TURNS, min_size=1, max_size=3))
+def test_any_chat_completion(stack, calls):
+    """With a session or without, a chat completion is answered or refused alike."""
+    bodies = [{name: value for name, value in body.items() if name != "turn"} for body in calls]
+
+    async def scenario(client, **fields):
+        for body in bodies:
+            reply = await client.post("/v1/chat/completions", content=json.dumps({**body, **fields}))
+            yield reply.status_code, "error" in reply.text.partition("choices")[0]
+
+    async def collected(client, **fields):
+        return [answer async for answer in scenario(client, **fields)]
+
+    plain = stack.run(collected)
+    assert stack.run(lambda client: collected(client, session_id="s")) == plain
+    stack.engine.home.sweep(now_s=1e9)
+    assert stack.num_pinned == 0

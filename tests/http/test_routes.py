@@ -97,6 +97,112 @@ def test_extend_and_release(stack):
     stack.run(scenario)
 
 
+def test_a_fork_goes_on_from_its_turn(stack):
+    """The child continues the parent's own ids, from its own lease on the same blocks; a retry makes no second one."""
+
+    async def scenario(client):
+        for turn, text in enumerate(("Hi", "More", "Most"), 1):
+            await run_turn(client, turn, text)
+        num_pinned, num_free = stack.num_pinned, stack.engine.pool.num_free_blocks()
+        body = {"session_id": "s", "child_id": "c", "at_turn": 1, "ttl_s": 40, "bidikv": {"protocol": 1}}
+        for _ in range(2):
+            info = info_of(await client.post("/v1/sessions/s/fork", json=body))
+            assert (info.session, info.turn, info.lease.state, info.lease.remaining_s) == ("c", 1, "active", 40)
+        assert stack.num_pinned == num_pinned + info.lease.num_blocks
+        assert stack.engine.pool.num_free_blocks() == num_free
+        info = info_of(await run_turn(client, 2, "Other", path="/v1/sessions/c/turns"))
+        ids_1, child_ids = stack.engine.requests[0][0], stack.engine.requests[-1][0]
+        said = stack.engine.renderer.get_tokenizer().encode("Hello there.")
+        assert child_ids[: len(ids_1) + len(said)] == [*ids_1, *said]
+        assert (info.cache.outcome, info.cache.reason) == ("fetched", "cheapest")
+        assert info.cache.fetched_tokens == info.cache.held_tokens == len(ids_1) + len(said)
+        await client.post("/v1/sessions/c/end")
+        assert (await state_of(client)).lease.state == "active"
+        assert info_of(await client.post("/v1/sessions/s/fork", json={"child_id": "now"})).turn == 3
+
+    stack.run(scenario)
+
+
+def test_a_rewound_session_goes_on_from_there(stack):
+    """What came behind is gone from the prompt and from the lease."""
+
+    async def scenario(client):
+        for turn, text in enumerate(("Hi", "More", "Most"), 1):
+            await run_turn(client, turn, text)
+        for _ in range(2):
+            info = info_of(await client.post("/v1/sessions/s/rewind", json={"turn": 1}))
+            assert (info.turn, info.lease.state) == (1, "active")
+        info = info_of(await run_turn(client, 2, "Other"))
+        assert (info.cache.outcome, info.cache.diverged_at) == ("fetched", None)
+        prompt = stack.engine.renderer.get_tokenizer().decode(stack.engine.requests[-1][0])
+        assert ("Hi" in prompt, "Other" in prompt, "More" in prompt) == (True, True, False)
+
+    stack.run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "param"),
+    [
+        ("fork", {}, "child_id"),
+        ("fork", {"child_id": 5}, "child_id"),
+        ("fork", {"child_id": "x" * 300}, "child_id"),
+        ("fork", {"child_id": "s"}, "child_id"),
+        ("fork", {"child_id": "c", "at_turn": -1}, "turn"),
+        ("fork", {"child_id": "c", "at_turn": "1"}, "turn"),
+        ("fork", {"child_id": "c", "ttl_s": 0}, "ttl_s"),
+        ("rewind", {}, "turn"),
+        ("rewind", {"turn": True}, "turn"),
+    ],
+)
+def test_wrong_forks_and_rewinds_are_refused_by_name(stack, verb, body, param):
+    """Each is a 400 that names the field."""
+
+    async def scenario(client):
+        await run_turn(client, 1)
+        error = error_of(await client.post(f"/v1/sessions/s/{verb}", json=body))
+        assert (error.code, error.param) == ("invalid_request", param)
+        assert len((await client.get("/v1/sessions")).json()["data"]) == 1
+
+    stack.run(scenario)
+
+
+@pytest.mark.parametrize("verb", ["fork", "rewind"])
+def test_no_fork_and_no_rewind_while_a_turn_runs(stack, verb):
+    """The caller is told to wait; and turns that are not known are a conflict with the number that fits."""
+    stack.engine.script = Script(pause_after=1)
+
+    async def scenario(client):
+        running = asyncio.ensure_future(run_turn(client, 1))
+        await until(lambda: len(stack.engine.requests) == 1)
+        body = {"child_id": "c", "at_turn": 0, "turn": 0}
+        error = error_of(await client.post(f"/v1/sessions/s/{verb}", json=body))
+        assert (error.code, error.retry_after_s) == ("turn_conflict", 0.2)
+        stack.engine.script.gate.set()
+        await running
+        error = error_of(await client.post(f"/v1/sessions/s/{verb}", json={"child_id": "c", "at_turn": 2, "turn": 2}))
+        assert (error.code, error.expected_turn) == ("turn_conflict", 2)
+
+    stack.run(scenario)
+
+
+def test_a_replaced_transcript_says_so(stack):
+    """Where the next prompt leaves what D holds, the report says why."""
+
+    async def scenario(client):
+        await run_turn(client, 1, "A text that is long enough for a block or two. " * 4)
+        history = [{"role": "user", "content": "A text that is longer"}, {"role": "assistant", "content": "Yes."}]
+        body = {"session_id": "s", "messages": history, "turn": 1, "replace": True}
+        await client.post("/v1/sessions", json=body)
+        cache = info_of(await run_turn(client, 2)).cache
+        assert (cache.outcome, cache.reason) == ("fetched", "messages_changed")
+        assert 0 < cache.diverged_at == cache.fetched_tokens < cache.held_tokens
+        tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+        assert info_of(await run_turn(client, 3, tools=tools)).cache.reason == "tools_changed"
+        assert info_of(await run_turn(client, 4, tools=tools)).cache.reason == "cheapest"
+
+    stack.run(scenario)
+
+
 def test_another_tenant_sees_no_difference_to_an_unknown_session(stack):
     """With another key a session is not there: same status, same text, on every route."""
     stack.configure(has_keys=True)
@@ -109,6 +215,8 @@ def test_another_tenant_sees_no_difference_to_an_unknown_session(stack):
             ("POST", "/turns", turn_body(2)),
             ("POST", "/extend", {"ttl_s": 5}),
             ("POST", "/release", {}),
+            ("POST", "/fork", {"child_id": "c"}),
+            ("POST", "/rewind", {"turn": 0}),
             ("POST", "/end", {}),
             ("DELETE", "", None),
         ):
@@ -237,7 +345,7 @@ def test_a_retry_that_overtakes_its_first_try_gets_the_stored_reply(stack):
     async def scenario(client):
         stack.engine.delay_op = "begin"
         slow = asyncio.ensure_future(run_turn(client, 1, key="k"))
-        await settled()
+        await until(lambda: stack.engine.num_delayed == 1)
         stack.engine.delay_op = ""
         done = await run_turn(client, 1, key="k")
         stack.engine.delay.set()

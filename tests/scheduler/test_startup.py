@@ -89,6 +89,8 @@ def test_a_changed_cache_manager_is_refused():
         ({"role": "decode", "secret_file": "GOOD", "prefill_urls": ["10.0.0.1"]}, "prefill_urls"),
         ({"role": "decode", "secret_file": "GOOD", "prefill_timeout_s": 0}, "prefill_timeout_s is 0"),
         ({"role": "decode", "secret_file": "GOOD", "fresh_prefill_salt": 1}, "fresh_prefill_salt is 1"),
+        ({"role": "decode", "secret_file": "GOOD", "session_id_fields": "id"}, "session_id_fields is 'id'"),
+        ({"role": "decode", "secret_file": "GOOD", "session_id_headers": [""]}, "session_id_headers is"),
         ({"role": "decode", "secret_file": "GOOD", "budget": 1}, "budget"),
     ],
 )
