@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from bidikv_sdk._transport import AsyncHttpClient, HttpClient
-    from bidikv_sdk._types import Tool
+    from bidikv_sdk._types import Message, Tool
     from bidikv_sdk.wire import Route, SessionInfo
 
 _TIMEOUT_S: Final = 600.0
@@ -39,6 +39,7 @@ _LIST: Final = Call("GET", "sessions")
 class _BaseClient:
     """What both clients share: settings, and the state of a new session."""
 
+    _model: str | None
     _clock = Clock()
     """Real time; `bidikv_sdk.testing` puts its own here."""
 
@@ -56,6 +57,25 @@ class _BaseClient:
             raise ConfigurationError(msg)
         api_key = api_key or os.environ.get("BIDIKV_API_KEY") or None
         return Settings(base_url, api_key, timeout_s, max_retries, dict(default_headers or {}), self._clock)
+
+    def _state(
+        self,
+        session_id: str | None,
+        system: str | None,
+        tools: Sequence[Tool] | None,
+        model: str | None,
+        route: Route | None,
+        ttl_s: float | None,
+        parameters: Mapping[str, Any],
+    ) -> SessionState:
+        return SessionState(
+            session_id,
+            system=system,
+            tools=tools,
+            route=route,
+            ttl_s=ttl_s,
+            parameters={"model": model or self._model, **parameters},
+        )
 
 
 class BidiKV(_BaseClient):
@@ -122,14 +142,41 @@ class BidiKV(_BaseClient):
             TypeError: a parameter is one that the SDK sets itself.
             ValueError: the id cannot travel in a header.
         """
-        state = SessionState(
-            session_id,
-            system=system,
-            tools=tools,
-            route=route,
-            ttl_s=ttl_s,
-            parameters={"model": model or self._model, **default_chat_parameters},
-        )
+        state = self._state(session_id, system, tools, model, route, ttl_s, default_chat_parameters)
+        return Session(state, self._transport, self._clock)
+
+    def resume(
+        self,
+        session_id: str,
+        transcript: Sequence[Message],
+        *,
+        turn: int | None = None,
+        tools: Sequence[Tool] | None = None,
+        model: str | None = None,
+        route: Route | None = None,
+        ttl_s: float | None = None,
+        **default_chat_parameters: Any,
+    ) -> Session:
+        """Return a session that began elsewhere, as in another process; nothing is sent before its next turn.
+
+        Where the server still has it, that turn uses its cache; else it is opened again from the transcript.
+
+        Args:
+            session_id: Its id.
+            transcript: All its messages, as `Session.transcript` gives them.
+            turn: Completed turns in it; None: one for each assistant message.
+            tools: OpenAI tool definitions, as they were.
+            model: None: the client's.
+            route: How prompts get their cache; None: the server decides.
+            ttl_s: Seconds that a lease lives after a turn or a renewal; None: the server's default.
+            **default_chat_parameters: OpenAI chat parameters of every turn, such as `temperature`.
+
+        Raises:
+            TypeError: a parameter is one that the SDK sets itself, or an item of the transcript is no message.
+            ValueError: the id cannot travel in a header, or there are fewer assistant messages than turns.
+        """
+        state = self._state(session_id, None, tools, model, route, ttl_s, default_chat_parameters)
+        state.resume(transcript, turn)
         return Session(state, self._transport, self._clock)
 
     def sessions(self) -> list[SessionInfo]:
@@ -210,14 +257,41 @@ class AsyncBidiKV(_BaseClient):
             TypeError: a parameter is one that the SDK sets itself.
             ValueError: the id cannot travel in a header.
         """
-        state = SessionState(
-            session_id,
-            system=system,
-            tools=tools,
-            route=route,
-            ttl_s=ttl_s,
-            parameters={"model": model or self._model, **default_chat_parameters},
-        )
+        state = self._state(session_id, system, tools, model, route, ttl_s, default_chat_parameters)
+        return AsyncSession(state, self._transport, self._clock)
+
+    def resume(
+        self,
+        session_id: str,
+        transcript: Sequence[Message],
+        *,
+        turn: int | None = None,
+        tools: Sequence[Tool] | None = None,
+        model: str | None = None,
+        route: Route | None = None,
+        ttl_s: float | None = None,
+        **default_chat_parameters: Any,
+    ) -> AsyncSession:
+        """Return a session that began elsewhere, as in another process; nothing is sent before its next turn.
+
+        Where the server still has it, that turn uses its cache; else it is opened again from the transcript.
+
+        Args:
+            session_id: Its id.
+            transcript: All its messages, as `Session.transcript` gives them.
+            turn: Completed turns in it; None: one for each assistant message.
+            tools: OpenAI tool definitions, as they were.
+            model: None: the client's.
+            route: How prompts get their cache; None: the server decides.
+            ttl_s: Seconds that a lease lives after a turn or a renewal; None: the server's default.
+            **default_chat_parameters: OpenAI chat parameters of every turn, such as `temperature`.
+
+        Raises:
+            TypeError: a parameter is one that the SDK sets itself, or an item of the transcript is no message.
+            ValueError: the id cannot travel in a header, or there are fewer assistant messages than turns.
+        """
+        state = self._state(session_id, None, tools, model, route, ttl_s, default_chat_parameters)
+        state.resume(transcript, turn)
         return AsyncSession(state, self._transport, self._clock)
 
     async def sessions(self) -> list[SessionInfo]:

@@ -7,7 +7,7 @@ May import `wire`, `prefix` and `_clock`.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from bidikv_sdk.prefix import num_blocks
@@ -79,6 +79,24 @@ class FakeSession:
     last_key: str | None = None
     last_completion: dict[str, Any] | None = None
     running: FakeTurn | None = None
+    marks: list[int] = field(default_factory=lambda: [0])
+    """Number of messages behind each turn that is known, the last of them `turn`."""
+    origin: tuple[str, int] | None = None
+    """Of a fork: its parent, and the turn at which it began."""
+
+    def cut(self, turn: int) -> None:
+        """Go back to the end of a turn; raise `Refused` where that cannot be."""
+        if self.running is not None:
+            raise Refused(ErrorInfo("turn_conflict", "a turn is running", retry_after_s=_RUNNING_RETRY_S))
+        num_known = len(self.marks) - (self.turn - turn)
+        if turn > self.turn or num_known < 1:
+            raise Refused(ErrorInfo("turn_conflict", f"turn {turn} is not known", expected_turn=self.turn + 1))
+        if turn < self.turn:
+            self.marks = self.marks[:num_known]
+            self.messages = self.messages[: self.marks[-1]]
+            self.turn, self.last_key, self.last_completion = turn, None, None
+            # Of an empty history nothing is known, so that all is kept.
+            self.num_tokens = min(self.num_tokens, _count(self.messages) or self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +146,29 @@ class FakeStore:
             self.sessions[session_id] = session
         session.turn = turn
         session.messages = copy.deepcopy(body.get("messages") or [])
+        session.marks = [len(session.messages)]
         session.tools = body.get("tools", session.tools)
         session.last_key = session.last_completion = None
         return session
+
+    def fork(self, parent: FakeSession, body: Mapping[str, Any]) -> FakeSession:
+        """Open a child with a session's history up to a turn, or return the one that this fork has opened before."""
+        child_id, at_turn, ttl_s = body.get("child_id"), body.get("at_turn"), body.get("ttl_s")
+        if not isinstance(child_id, str) or child_id == parent.id:
+            raise Refused(ErrorInfo("invalid_request", "a fork needs an id of its own", param="child_id"))
+        child = self.sessions.get(child_id)
+        if child is not None:
+            if child.origin is None or child.origin[0] != parent.id or at_turn not in {None, child.origin[1]}:
+                raise Refused(ErrorInfo("turn_conflict", f"{child_id!r} exists", expected_turn=child.turn + 1))
+            return child
+        at_turn = parent.turn if at_turn is None else at_turn
+        child = replace(parent, id=child_id, origin=(parent.id, at_turn), messages=copy.deepcopy(parent.messages))
+        child.cut(at_turn)
+        child.last_key = child.last_completion = None
+        if child.lease_state == "active":
+            child.deadline_s = self._deadline_s(ttl_s)
+        self.sessions[child_id] = child
+        return child
 
     def extend(self, session: FakeSession, ttl_s: float | None) -> None:
         """Keep the lease for at least `ttl_s` more seconds."""
@@ -180,7 +218,8 @@ class FakeStore:
         """Append the turn, grant its lease, and return the completion with `bidikv`."""
         session = turn.session
         session.turn += 1
-        session.messages += [*turn.delta, turn.completion["choices"][0]["message"]]
+        session.messages = [*session.messages, *turn.delta, turn.completion["choices"][0]["message"]]
+        session.marks = [*session.marks, len(session.messages)]
         session.lease_state, session.lease_reason = "active", None
         session.deadline_s = self._deadline_s(turn.ttl_s)
         session.num_tokens = _count(session.messages)

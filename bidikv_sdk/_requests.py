@@ -62,13 +62,15 @@ class Reply:
 
 
 def session_call(
-    method: str, session_id: str, verb: str | None = None, *, ttl_s: float | None = None, **options: Any
+    method: str, session_id: str, verb: str | None = None, *, fields: Mapping[str, Any] | None = None, **options: Any
 ) -> Call:
-    """Build a control call; the id goes into header and body, because routers hash the two apart."""
+    """Build a control call; the id goes into header and body, because routers hash the two apart.
+
+    Fields of the body that are None are left to the server.
+    """
     path = f"sessions/{quote(session_id, safe='')}" + (f"/{verb}" if verb else "")
     body: dict[str, Any] = {"session_id": session_id, "bidikv": bidikv_object()}
-    if ttl_s is not None:
-        body["ttl_s"] = ttl_s
+    body |= {name: value for name, value in (fields or {}).items() if value is not None}
     return Call(method, path, body if method == "POST" else None, {"X-Session-ID": session_id}, **options)
 
 

@@ -1,13 +1,14 @@
 """`Session` and `AsyncSession`: the verbs of one session, as thin drivers over `SessionState`.
 
-May import `_state`, `_stream`, `_keeper`, `_requests`, `_transport` and what lies below them.
+May import `_state`, `_stream`, `_keeper`, `_requests`, `_transport` and what lies below them. Longer than other
+modules: the two flavours stand side by side, so that they stay alike.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from bidikv_sdk._errors import BidiKVError, NotFoundError
 from bidikv_sdk._keeper import AsyncLeaseHold, LeaseHold
@@ -15,7 +16,7 @@ from bidikv_sdk._requests import read_completion
 from bidikv_sdk._stream import AsyncTurnStream, TurnStream
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
 
     from typing_extensions import Self
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _EXIT_TIMEOUT_S: Final = 10.0
 
 _logger = logging.getLogger("bidikv")
+_ResultT = TypeVar("_ResultT")
 
 
 class _SessionView:
@@ -171,6 +173,52 @@ class Session(_SessionView):
 
         return LeaseHold(self.id, ttl_s, self._clock, renew)
 
+    def fork(self, at_turn: int | None = None, ttl_s: float | None = None) -> Session:
+        """Return a new session with this one's history, which shares its cache: nothing is copied or computed.
+
+        The two go on by themselves; ending one takes nothing from the other. A context manager, as every session.
+
+        Args:
+            at_turn: Completed turns that the fork has; None: all.
+            ttl_s: Seconds that its lease lives; None: the session's default, else that of its lease.
+
+        Raises:
+            SessionBusy: a turn of this session is running.
+            ValueError: there is no such turn.
+        """
+        child = self._state.child(at_turn)
+        self._run(self._state.fork(child, ttl_s))
+        return Session(child, self._transport, self._clock)
+
+    def rewind(self, turn: int) -> None:
+        """Return to the end of an earlier turn: what came behind is forgotten, here and on the server.
+
+        Args:
+            turn: Completed turns to keep, 0 for none.
+
+        Raises:
+            SessionBusy: a turn of this session is running.
+            ValueError: there is no such turn.
+        """
+        self._state.check_open()
+        with self._state.changing():
+            self._run(self._state.rewind(turn))
+
+    def replace_history(self, messages: Sequence[Message]) -> None:
+        """Put another history in the place of this one, as after compacting it; the next turn uses what still matches.
+
+        Args:
+            messages: The whole new history. Every assistant message ends a turn; what stands behind the last one goes
+                before the next delta.
+
+        Raises:
+            SessionBusy: a turn of this session is running.
+            TypeError: an item is no message.
+        """
+        self._state.check_open()
+        with self._state.changing():
+            self._run(self._state.replace(messages))
+
     def release(self) -> SessionInfo:
         """Give the cache back and keep the session: the next turn computes its prompt again."""
         return self._control(self._state.control("release"))
@@ -200,7 +248,7 @@ class Session(_SessionView):
     def _open(self, active: ActiveTurn) -> OpenReply:
         return cast("OpenReply", self._run(active.exchange()))
 
-    def _run(self, calls: Generator[Call, Reply, Reply]) -> Reply:
+    def _run(self, calls: Generator[Call, Reply, _ResultT]) -> _ResultT:
         try:
             call = next(calls)
             while True:
@@ -211,7 +259,7 @@ class Session(_SessionView):
                 else:
                     call = calls.send(reply)
         except StopIteration as stop:
-            return cast("Reply", stop.value)
+            return cast("_ResultT", stop.value)
 
 
 class AsyncSession(_SessionView):
@@ -317,6 +365,52 @@ class AsyncSession(_SessionView):
 
         return AsyncLeaseHold(self.id, ttl_s, self._clock, renew)
 
+    async def fork(self, at_turn: int | None = None, ttl_s: float | None = None) -> AsyncSession:
+        """Return a new session with this one's history, which shares its cache: nothing is copied or computed.
+
+        The two go on by themselves; ending one takes nothing from the other. A context manager, as every session.
+
+        Args:
+            at_turn: Completed turns that the fork has; None: all.
+            ttl_s: Seconds that its lease lives; None: the session's default, else that of its lease.
+
+        Raises:
+            SessionBusy: a turn of this session is running.
+            ValueError: there is no such turn.
+        """
+        child = self._state.child(at_turn)
+        await self._run(self._state.fork(child, ttl_s))
+        return AsyncSession(child, self._transport, self._clock)
+
+    async def rewind(self, turn: int) -> None:
+        """Return to the end of an earlier turn: what came behind is forgotten, here and on the server.
+
+        Args:
+            turn: Completed turns to keep, 0 for none.
+
+        Raises:
+            SessionBusy: a turn of this session is running.
+            ValueError: there is no such turn.
+        """
+        self._state.check_open()
+        with self._state.changing():
+            await self._run(self._state.rewind(turn))
+
+    async def replace_history(self, messages: Sequence[Message]) -> None:
+        """Put another history in the place of this one, as after compacting it; the next turn uses what still matches.
+
+        Args:
+            messages: The whole new history. Every assistant message ends a turn; what stands behind the last one goes
+                before the next delta.
+
+        Raises:
+            SessionBusy: a turn of this session is running.
+            TypeError: an item is no message.
+        """
+        self._state.check_open()
+        with self._state.changing():
+            await self._run(self._state.replace(messages))
+
     async def release(self) -> SessionInfo:
         """Give the cache back and keep the session: the next turn computes its prompt again."""
         return await self._control(self._state.control("release"))
@@ -346,7 +440,7 @@ class AsyncSession(_SessionView):
     async def _open(self, active: ActiveTurn) -> OpenReply:
         return cast("OpenReply", await self._run(active.exchange()))
 
-    async def _run(self, calls: Generator[Call, Reply, Reply]) -> Reply:
+    async def _run(self, calls: Generator[Call, Reply, _ResultT]) -> _ResultT:
         try:
             call = next(calls)
             while True:
@@ -357,4 +451,4 @@ class AsyncSession(_SessionView):
                 else:
                     call = calls.send(reply)
         except StopIteration as stop:
-            return cast("Reply", stop.value)
+            return cast("_ResultT", stop.value)

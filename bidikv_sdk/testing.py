@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["FakeServer", "ManualClock", "RecordedRequest"]
 
 BASE_URL: Final = "http://fake.bidikv/v1"
-_VERBS: Final = frozenset({"open", "list", "get", "turns", "extend", "release", "end"})
+_VERBS: Final = frozenset({"open", "list", "get", "turns", "extend", "release", "fork", "rewind", "end"})
 _BROKEN: Final = "scripted: the connection broke"
 # How often a waiting keeper looks at the manual clock, in real seconds.
 _POLL_S: Final = 0.001
@@ -99,7 +99,7 @@ class RecordedRequest:
     """A request that the server got."""
 
     verb: str
-    """`open`, `list`, `get`, `turns`, `extend`, `release` or `end`; else the path."""
+    """`open`, `list`, `get`, `turns`, `extend`, `release`, `fork`, `rewind` or `end`; else the path."""
     session_id: str | None
     headers: Mapping[str, str]
     """Names in lower case."""
@@ -326,6 +326,10 @@ class FakeServer:
         session = store.known(session_id)
         if verb == "extend":
             store.extend(session, body.get("ttl_s"))
+        elif verb == "fork":
+            session = store.fork(session, body)
+        elif verb == "rewind":
+            session.cut(body.get("turn", -1))
         elif verb in {"release", "end"}:
             store.drop_lease(session, "released", "released")
             if verb == "end":

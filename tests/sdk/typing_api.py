@@ -73,6 +73,11 @@ def check_sync() -> None:
             assert_type(session.status(), SessionInfo)
             assert_type(session.lease, LeaseInfo | None)
             assert_type(session.transcript, list[dict[str, Any]])
+            assert_type(session.rewind(1), None)
+            assert_type(session.replace_history([{"role": "user", "content": "x"}]), None)
+            with session.fork(at_turn=1, ttl_s=5) as child:
+                assert_type(child, Session)
+            assert_type(client.resume(session.id, session.transcript, turn=1, tools=[{}], temperature=0.5), Session)
             session.send("x", route="warp")  # type: ignore[arg-type]
             session.send(7)  # type: ignore[arg-type]
 
@@ -96,6 +101,11 @@ async def check_async() -> None:
             assert_type(await session.extend(), LeaseInfo)
             assert_type(await session.release(), SessionInfo)
             assert_type(await session.status(), SessionInfo)
+            await session.rewind(1)
+            await session.replace_history([])
+            async with await session.fork() as child:
+                assert_type(child, AsyncSession)
+            assert_type(client.resume(session.id, session.transcript), AsyncSession)
             await session.end()
         await client.close()
 
