@@ -176,12 +176,7 @@ class SessionState:
         self.opened = True
 
     def child(self, at_turn: int | None) -> SessionState:
-        """Return the state of a fork, under a new id; None: at the end.
-
-        Raises:
-            ValueError: there is no such turn.
-            SessionEnded, SessionBusy: as `begin`.
-        """
+        """Return the state of a fork (None: at the end) under a new id; raises as `begin` and `checked_turn`."""
         self.check_open()
         if self.running.locked():  # only looked at: several threads may fork at once
             raise self._busy()
@@ -267,10 +262,10 @@ class SessionState:
 
     def checked_turn(self, turn: int) -> int:
         """Return a number of completed turns; raises `ValueError` where there are not so many."""
-        if not 0 <= turn <= self.turn:
-            msg = f"there is no turn {turn} in session {self.id}, which has completed {self.turn}"
-            raise ValueError(msg)
-        return turn
+        if 0 <= turn <= self.turn:
+            return turn
+        msg = f"there is no turn {turn} in session {self.id}, which has completed {self.turn}"
+        raise ValueError(msg)
 
     # ---------------------------------------------------------------- replies
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 from bidikv_sdk.prefix import common_prefix_length
 
+from .errors import TurnConflict
+
 if TYPE_CHECKING:
     from .records import Key
 
@@ -58,6 +60,17 @@ class Session:
     def first_turn(self) -> int:
         """Turns that chunk 0 contains: earlier ones cannot be told apart."""
         return self.turn + 1 - len(self.transcript)
+
+    def num_chunks_at(self, turn: int) -> int:
+        """Return how many chunks the transcript had behind a turn.
+
+        Raises:
+            TurnConflict: it is not known.
+        """
+        if not self.first_turn <= turn <= self.turn:
+            msg = f"session {self.key[1]!r} knows its turns {self.first_turn} to {self.turn}, not {turn}"
+            raise TurnConflict(msg, expected_turn=self.turn + 1)
+        return turn - self.first_turn + 1
 
     def append(self, chunk: bytes, token_ids: "array[int]") -> None:
         """Take a completed turn; `token_ids` are kept, not copied."""

@@ -132,7 +132,7 @@ class SessionTable:
             return child, False
         parent = self._at_rest(key, now_s=now_s)
         at_turn = parent.turn if at_turn is None else at_turn
-        num_chunks = _num_chunks_at(parent, at_turn)
+        num_chunks = parent.num_chunks_at(at_turn)
         child = Session(
             child_key,
             parent.turn,
@@ -157,7 +157,7 @@ class SessionTable:
             are not known up to there (with `expected_turn`). Nothing changed.
         """
         session = self._at_rest(key, now_s=now_s)
-        session.cut(_num_chunks_at(session, turn))
+        session.cut(session.num_chunks_at(turn))
         self._changed(session)
         return session
 
@@ -392,14 +392,6 @@ class SessionTable:
     def _drop(self, session: Session, *, now_s: float) -> None:
         self._remove(session)
         self._on_drop(session.key, now_s)
-
-
-def _num_chunks_at(session: Session, turn: int) -> int:
-    first_turn = session.first_turn
-    if not first_turn <= turn <= session.turn:
-        msg = f"session {session.key[1]!r} knows its history at turns {first_turn} to {session.turn}, not at {turn}"
-        raise TurnConflict(msg, expected_turn=session.turn + 1)
-    return turn - first_turn + 1
 
 
 def _running_conflict(key: "Key") -> TurnConflict:

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 32
 MAX_MODEL_LEN = 1536
-# 128 blocks of 32 KiB (two layers, two heads), one of which is vLLM's null block.
-POOL_BYTES = 128 * 32 * 1024
+# Of two layers with two heads.
+BLOCK_BYTES = 32 * 1024
 POOL_BLOCKS = 127
 PREFILL_PATH = "/bidikv/prefill"
 # Small, so that a test can meet P in the middle of a prefill.

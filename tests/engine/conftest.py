@@ -1,4 +1,4 @@
-"""Two stacks for the whole suite, one alive at a time, and after every test both engines at rest."""
+"""Three stacks for the whole suite, one alive at a time, and after every test both engines at rest."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,14 +28,27 @@ PLANS = {
         settings={"budget_fraction": 0.2, "ticket_ttl_s": 4.0, "ticket_grace_s": 0.5},
         api_keys=(ALICE, BOB),
     ),
+    # Room for long histories, and for tickets on them beside the longest request.
+    "wide": Plan(
+        settings={"budget_fraction": 1.0, "default_ttl_s": 600.0},
+        max_model_len=2560,
+        pool_blocks=255,
+        prefill_step_tokens=256,
+    ),
 }
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs engines, so that the rest can be run without."""
+    """Mark what needs engines, so that the rest can be run without, and let each stack start once."""
     for item in items:
         if item.path.parent == Path(__file__).parent:
             item.add_marker("engine")
+    items.sort(key=_stack_of)
+
+
+def _stack_of(item: pytest.Item) -> int:
+    fixtures = getattr(item, "fixturenames", ())
+    return next((index for index, name in enumerate(("keyed", "wide"), 1) if name in fixtures), 0)
 
 
 @pytest.fixture
@@ -70,3 +83,9 @@ def rig(stacks: Stacks) -> Iterator[Rig]:
 def keyed(stacks: Stacks) -> Iterator[Rig]:
     """A stack of two tenants, a small budget, and tickets that are always too late."""
     yield from _use(stacks, "two_tenants")
+
+
+@pytest.fixture
+def wide(stacks: Stacks) -> Iterator[Rig]:
+    """A stack for long histories, without a gate."""
+    yield from _use(stacks, "wide")

@@ -23,10 +23,10 @@ from server_ext.launch.stack import Stack, ensure_secret, free_ports
 from server_ext.launch.tiny import TINY, ensure_tiny
 
 from .common import (
+    BLOCK_BYTES,
     DEADLINE_S,
     MAX_MODEL_LEN,
     POOL_BLOCKS,
-    POOL_BYTES,
     PREFILL_LEASE_S,
     PREFILL_STEP_TOKENS,
 )
@@ -44,6 +44,9 @@ class Plan:
     settings: dict[str, Any]
     api_keys: tuple[str, ...] = ()
     gated: bool = False
+    max_model_len: int = MAX_MODEL_LEN
+    pool_blocks: int = POOL_BLOCKS
+    prefill_step_tokens: int = PREFILL_STEP_TOKENS
 
 
 class Stacks:
@@ -79,6 +82,7 @@ class Rig:
         self.stack = stack
         self.secret = secret
         self.api_keys = plan.api_keys
+        self.pool_blocks = plan.pool_blocks
         self.gate_port = gate_port
         self.decode, self.prefill = (
             # The engines close idle connections after 5 s: one that is about to be closed must not be used.
@@ -100,15 +104,16 @@ class Rig:
             # Nobody listens at the gate unless a test does; then D goes on to P itself.
             urls = [f"http://127.0.0.1:{port}" for port in (gate_port, prefill.http)]
             settings["prefill_urls"] = urls
-        prefill_args = ["--long-prefill-token-threshold", str(PREFILL_STEP_TOKENS)]
+        prefill_args = ["--long-prefill-token-threshold", str(plan.prefill_step_tokens)]
         config = StackConfig(
             model=str(ensure_tiny()),
             served_name=TINY,
             prefill=prefill,
             decode=decode,
             secret_file=secret_file,
-            kv_cache_bytes=POOL_BYTES,
-            max_model_len=MAX_MODEL_LEN,
+            # One more block is vLLM's null block.
+            kv_cache_bytes=(plan.pool_blocks + 1) * BLOCK_BYTES,
+            max_model_len=plan.max_model_len,
             tool_call_parser="hermes",
             api_keys=plan.api_keys,
             fresh_prefill_salt=True,
@@ -215,7 +220,8 @@ class Rig:
             busy = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
             if any(self.metric(role, f"vllm:{name}") for name in busy):
                 return False
-        return self.pool() == {"free_blocks": POOL_BLOCKS, "total_blocks": POOL_BLOCKS, "pending_ticket_blocks": 0}
+        num_blocks = self.pool_blocks
+        return self.pool() == {"free_blocks": num_blocks, "total_blocks": num_blocks, "pending_ticket_blocks": 0}
 
     def text_of(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens as well."""

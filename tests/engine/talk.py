@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
@@ -122,6 +123,23 @@ class Talk:
         # P's own cache never hits in these stacks; the last token of a prompt is always computed.
         assert said.cache["fetched_tokens"] == said.cache["held_tokens"]
         return said
+
+    def fork(self, before: Said | None = None, *, at_turn: int | None = None, **fields: Any) -> Talk:
+        """Return a child; `before` is the turn that it goes on from, `at_turn` its number, by default the last."""
+        child = Talk(self.rig, f"{self.id}-child-{secrets.token_hex(4)}", self.headers)
+        child.headers["X-Session-ID"] = child.id
+        child.num_turns = self.num_turns if at_turn is None else at_turn
+        child.last = self.last if at_turn is None else before
+        body = {"session_id": self.id, "child_id": child.id, "at_turn": at_turn, **fields}
+        info = self.post("fork", body).raise_for_status().json()["bidikv"]
+        assert (info["session"], info["turn"]) == (child.id, child.num_turns)
+        return child
+
+    def rewind(self, before: Said, *, turn: int) -> dict[str, Any]:
+        """Go back to the end of a turn, which was `before`."""
+        info = self.post("rewind", {"turn": turn}).raise_for_status().json()["bidikv"]
+        self.num_turns, self.last = turn, before
+        return info
 
     def info(self) -> dict[str, Any]:
         """Ask for the session's state."""
