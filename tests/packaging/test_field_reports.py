@@ -1,0 +1,29 @@
+"""What docs/field-reports.md promises is there."""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "field-reports.md").read_text("utf-8")
+ITEMS = re.split(r"\n(?=\*\*[WLSRT]\d+ - )", TEXT)[1:]
+
+
+def functions_of(path: str) -> set[str]:
+    """Return the names of the functions in one file."""
+    tree = ast.parse((ROOT / path).read_text("utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def test_every_test_that_is_named_exists():
+    """A test that is renamed takes its promise along."""
+    named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", TEXT)
+    assert len(named) > 50
+    assert [f"{path}::{name}" for path, name in named if name not in functions_of(path)] == []
+
+
+def test_every_report_has_a_guard():
+    """Each item names a test, and no item stands there twice."""
+    names = [item[2 : item.index(" - ")] for item in ITEMS]
+    assert len(names) == len(set(names)) == 33
+    assert [name for name, item in zip(names, ITEMS, strict=True) if "::test_" not in item] == []
