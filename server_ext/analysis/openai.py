@@ -60,6 +60,8 @@ class _Head(msgspec.Struct):
 
 _HEAD: Final = msgspec.json.Decoder(_Head)
 
+_MAX_TOKENS = 1 << 30
+
 
 def is_request(fields: _Fields) -> bool:
     """Return whether an object's names are those of a request's log."""
@@ -188,15 +190,20 @@ def _read_counts(
     is_exact = request.num_prompt_tokens > 0
     if not is_exact:
         request.is_estimated = num_prompt is None
-        request.num_prompt_tokens = num_bytes // BYTES_PER_TOKEN if num_prompt is None else int(num_prompt)
+        request.num_prompt_tokens = num_bytes // BYTES_PER_TOKEN if num_prompt is None else _tokens(num_prompt)
         if num_bytes and num_prompt is not None:
             # What the engine counted, spread over the bytes.
             bytes_per_token = num_bytes / max(1, request.num_prompt_tokens)
             request.tokens_per_chunk = CHUNK_TOKENS * BYTES_PER_TOKEN / bytes_per_token
-    request.num_output_tokens = int(num_output or 0)
+    request.num_output_tokens = _tokens(num_output or 0)
     details = _object_at(usage, ("prompt_tokens_details", "input_tokens_details"))
     cached = _number([details, usage], ("cached_tokens", "cache_read_input_tokens"))
-    request.num_cached_tokens = None if cached is None else min(int(cached), request.num_prompt_tokens)
+    request.num_cached_tokens = None if cached is None else min(_tokens(cached), request.num_prompt_tokens)
+
+
+def _tokens(count: float) -> int:
+    """Return a count of a log as tokens: a number that no context holds is a broken log, not an overflow of ours."""
+    return int(min(max(count, 0), _MAX_TOKENS))
 
 
 def _read_times(request: Request, places: list[_Fields]) -> None:
