@@ -1,13 +1,14 @@
-"""The physical limit of what fetching can gain, from the rate that the same run measured. Pure arithmetic.
+"""The physical limit of what fetching can gain, from the rates that the same run measured. Pure arithmetic.
 
 A model with P weights outside its embeddings, L layers and hidden size D needs for d new tokens behind a history of H
 
-    2 P d + 2 L D ((H + d)^2 - H^2)   floating-point operations:   T(d | H) = a (d + ((H + d)^2 - H^2) / A)
+    2 P d + 2 L D ((H + d)^2 - H^2)   floating-point operations:  T(d | H) = c + a (d + ((H + d)^2 - H^2) / A)
 
-with `A = P / (L D)`, the length at which attention costs as much as the weights, known from the model, and `a`, the
-seconds per token of a short prompt, measured: `PrefillRate.fit` takes it from turns that computed their whole prompt
-(H = 0, d = N). (Measuring the two parts apart would need prompts of very different lengths; an agent's do not vary
-enough.) A turn that fetches its history instead reads H tokens and computes d = N - H, so the ceiling of its gain is
+with `A = P / (L D)`, the length at which attention costs as much as the weights, known from the model. Measured are `a`,
+the seconds per token of a short prompt, and `c`, what each prefill costs however little it computes (the call, and
+reading all weights once): `PrefillRate.fit` takes both from turns that computed their whole prompt (H = 0, d = N),
+long ones and some of a few tokens. A turn that fetches its history instead reads H tokens and computes d = N - H, so the
+ceiling of its gain is
 
     T(N | 0) / (T_fetch(H) + T(d | H))
 
@@ -18,6 +19,7 @@ engine and its first token: all that the session layer and the network of HTTP c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import linear_regression
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ def attention_tokens(config: Mapping[str, Any]) -> float:
 class PrefillRate:
     """How fast a prefill engine computes."""
 
+    fixed_s: float
+    """Seconds of a prefill that computes next to nothing (`c`)."""
     token_s: float
     """Seconds per token of a short prompt (`a`)."""
     attention_tokens: float
@@ -47,9 +51,9 @@ class PrefillRate:
 
     def compute_s(self, num_new: int, num_before: int = 0) -> float:
         """Return the seconds that `num_new` tokens take behind `num_before` that are there already."""
-        return self.token_s * self._work(num_new, num_before)
+        return self.fixed_s + self.token_s * self._work(num_new, num_before)
 
-    def _work(self, num_new: int, num_before: int) -> float:
+    def _work(self, num_new: int, num_before: int = 0) -> float:
         return num_new + ((num_before + num_new) ** 2 - num_before**2) / self.attention_tokens
 
     @classmethod
@@ -61,15 +65,15 @@ class PrefillRate:
             attention_tokens: Of the model.
 
         Raises:
-            ValueError: There are no points.
+            ValueError: There are no two points of different length.
         """
-        unit = cls(1.0, attention_tokens)
+        unit = cls(0.0, 1.0, attention_tokens)
         pairs = [(unit.compute_s(num_tokens), seconds) for num_tokens, seconds in points]
-        if not pairs:
-            msg = "no turn computed its prompt, so there is no prefill rate; look into the engines' logs"
+        if len({work for work, _ in pairs}) < 2:
+            msg = "too few turns computed their prompt for a prefill rate; look into the engines' logs"
             raise ValueError(msg)
-        token_s = sum(work * seconds for work, seconds in pairs) / sum(work**2 for work, _ in pairs)
-        return cls(token_s, attention_tokens)
+        token_s, fixed_s = linear_regression([work for work, _ in pairs], [seconds for _, seconds in pairs])
+        return cls(max(fixed_s, 0.0), token_s, attention_tokens)
 
 
 def ceiling(rate: PrefillRate, *, held_tokens: int, prompt_tokens: int, fetch_s: float) -> float:

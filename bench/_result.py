@@ -50,6 +50,8 @@ class Result:
     versions: Mapping[str, str]
     attention_tokens: float
     """Length at which the model's attention costs as much as its weights (see `_model`)."""
+    short_prefills: list[tuple[int, float]]
+    """Tokens and seconds of prompts of a few tokens, all computed: what a prefill costs at least."""
 
     @cached_property
     def speedups(self) -> list[float]:
@@ -66,13 +68,13 @@ class Result:
 
     @cached_property
     def prefill_rate(self) -> PrefillRate:
-        """Rate of P, from the arm without reuse."""
-        points = (
+        """Rate of P, from the arm without reuse and the short prompts."""
+        long = [
             (turn.cache.prompt_tokens, turn.cache.timings_s.prefill)
             for turn in self.turns_without_reuse
             if turn.cache.timings_s.prefill is not None
-        )
-        return PrefillRate.fit(points, self.attention_tokens)
+        ]
+        return PrefillRate.fit([*self.short_prefills, *long], self.attention_tokens)
 
     @cached_property
     def ceiling_ratio(self) -> float:
@@ -108,7 +110,11 @@ class Result:
             "turns_without_reuse": [turn.to_json() for turn in self.turns_without_reuse],
             "ratio": self.ratio,
             "ceiling_ratio": self.ceiling_ratio,
-            "prefill_rate": {"token_s": rate.token_s, "attention_tokens": rate.attention_tokens},
+            "prefill_rate": {
+                "fixed_s": rate.fixed_s,
+                "token_s": rate.token_s,
+                "attention_tokens": rate.attention_tokens,
+            },
             "tokens_identical": not self.differing_turns,
             "session_overhead_p50_s": self.session_overhead_p50_s,
             "idle_cpu_cores": self.idle_cpu_cores,

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 OUT: Final = Path(__file__).resolve().parents[1] / "out"
 _IDLE_S: Final = 20.0
 _WARM_UP_CHARS: Final = 2000
+_SHORT_PREFILLS: Final = 5
 
 console = Console(highlight=False)
 
@@ -77,7 +78,7 @@ def measure(stack: Stack) -> Result:
     """Run both arms on engines that are ready."""
     # No proxy of the environment may stand between us and our own machine.
     with httpx.Client(trust_env=False) as http_client, BidiKV(f"{stack.url}/v1", http_client=http_client) as client:
-        warm_up(client)
+        short_prefills = warm_up(client)
         print_head("The agent's turns, history fetched from the decode engine")
         with client.session(system=GUIDELINES, route="fetch", **CHAT) as session:
             turns = run_arm(session)
@@ -94,12 +95,13 @@ def measure(stack: Stack) -> Result:
         idle_cpu_cores=idle_cpu_cores,
         idle_lease_state=idle_lease_state,
         versions=versions(),
+        short_prefills=short_prefills,
         attention_tokens=attention_tokens(json.loads((Path(stack.config.model) / "config.json").read_text("utf-8"))),
     )
 
 
-def warm_up(client: BidiKV) -> None:
-    """Have each engine read from the other once.
+def warm_up(client: BidiKV) -> list[tuple[int, float]]:
+    """Have each engine read from the other once, and return tokens and seconds of some short prefills.
 
     The first transfer between two engines connects them, which takes far longer than any later one. It happens once
     in the life of the pair, and belongs into neither arm.
@@ -110,6 +112,12 @@ def warm_up(client: BidiKV) -> None:
     ):
         session.send("Hello!")
         session.send("And again.")
+    points = []
+    for _ in range(_SHORT_PREFILLS):
+        with client.session(route="recompute", **CHAT) as session:
+            cache = session.send("Hello!").cache
+            points.append((cache.prompt_tokens, cache.timings_s.prefill or 0.0))
+    return points
 
 
 def run_arm(session: Session) -> list[MeasuredTurn]:

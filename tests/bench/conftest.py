@@ -48,6 +48,7 @@ def make_result():
             "idle_lease_state": "active",
             "versions": {"vllm": "0"},
             "attention_tokens": float("inf"),  # a rate in tokens per second alone
+            "short_prefills": [(10, 0.1)],
         }
         return Result(**{**fields, **changes})
 

@@ -21,7 +21,9 @@ def test_the_warm_up_reads_both_ways():
     with server.client() as client:
         demo.warm_up(client)
     turns = [request.body for request in server.requests if request.verb == "turns"]
-    assert [turn["bidikv"]["route"] for turn in turns] == ["fetch", "fetch"]
+    assert [turn["bidikv"]["route"] for turn in turns[:2]] == ["fetch", "fetch"]
+    assert {turn["bidikv"]["route"] for turn in turns[2:]} == {"recompute"}
+    assert len(points) == len(turns[2:])
     assert server.requests[-1].verb == "end"
 
 

@@ -2,36 +2,37 @@ import pytest
 
 from bench._model import PrefillRate, attention_tokens, ceiling
 
-RATE = PrefillRate(token_s=0.005, attention_tokens=5000.0)
+RATE = PrefillRate(fixed_s=0.05, token_s=0.005, attention_tokens=5000.0)
 NO_ATTENTION = float("inf")
 
 
 def test_a_prompt_costs_the_same_in_one_piece_or_in_two():
-    """Computing a history and then a delta behind it takes as long as computing both at once."""
-    assert RATE.compute_s(2000) + RATE.compute_s(100, 2000) == pytest.approx(RATE.compute_s(2100))
+    """Computing a history and then a delta behind it takes as long as computing both at once, but for one call more."""
+    assert RATE.compute_s(2000) + RATE.compute_s(100, 2000) == pytest.approx(RATE.compute_s(2100) + 0.05)
 
 
 def test_attention_costs_as_much_as_the_weights_at_its_length():
     """A prompt of A tokens takes twice the time of its weights alone."""
-    assert RATE.compute_s(5000) == pytest.approx(2 * 5000 * 0.005)
+    assert RATE.compute_s(5000) == pytest.approx(0.05 + 2 * 5000 * 0.005)
 
 
 def test_a_delta_pays_for_attention_over_its_history():
     """The same tokens take longer behind a history than alone."""
-    assert RATE.compute_s(100, 2000) == pytest.approx(0.005 * (100 + (2100**2 - 2000**2) / 5000))
+    assert RATE.compute_s(100, 2000) == pytest.approx(0.05 + 0.005 * (100 + (2100**2 - 2000**2) / 5000))
     assert RATE.compute_s(100, 2000) > RATE.compute_s(100)
 
 
 def test_fit_finds_the_rate_that_made_the_points():
-    """Times without noise give back the rate."""
-    rate = PrefillRate.fit(((num, RATE.compute_s(num)) for num in (1200, 1900, 2500, 3000)), 5000.0)
-    assert rate.token_s == pytest.approx(RATE.token_s)
+    """Times without noise give back the rate and what each prefill costs."""
+    rate = PrefillRate.fit(((num, RATE.compute_s(num)) for num in (20, 1900, 2500, 3000)), 5000.0)
+    assert (rate.fixed_s, rate.token_s) == pytest.approx((RATE.fixed_s, RATE.token_s))
 
 
-def test_no_points_are_an_error():
-    """Without a turn that computed its prompt there is no rate."""
-    with pytest.raises(ValueError, match="no prefill rate"):
-        PrefillRate.fit([], 5000.0)
+@pytest.mark.parametrize("points", [[], [(100, 1.0), (100, 1.1)]])
+def test_too_few_points_are_an_error(points):
+    """Without turns of different lengths that computed their prompt there is no rate."""
+    with pytest.raises(ValueError, match="too few turns"):
+        PrefillRate.fit(points, 5000.0)
 
 
 def test_the_length_of_attention_comes_from_the_model():
@@ -47,5 +48,5 @@ def test_the_length_of_attention_comes_from_the_model():
 
 def test_the_ceiling_is_recompute_over_fetch_and_delta():
     """Whole prompt computed, divided by the read plus the delta computed."""
-    linear = PrefillRate(0.01, NO_ATTENTION)
+    linear = PrefillRate(0.0, 0.01, NO_ATTENTION)
     assert ceiling(linear, held_tokens=2000, prompt_tokens=2100, fetch_s=0.5) == pytest.approx(21.0 / 1.5)
