@@ -4,11 +4,11 @@ A model with P weights outside its embeddings, L layers and hidden size D needs 
 
     2 P d + 2 L D ((H + d)^2 - H^2)   floating-point operations:  T(d | H) = c + a (d + ((H + d)^2 - H^2) / A)
 
-with `A = P / (L D)`, the length at which attention costs as much as the weights, known from the model. Measured are `a`,
-the seconds per token of a short prompt, and `c`, what each prefill costs however little it computes (the call, and
-reading all weights once): `PrefillRate.fit` takes both from turns that computed their whole prompt (H = 0, d = N),
-long ones and some of a few tokens. A turn that fetches its history instead reads H tokens and computes d = N - H, so the
-ceiling of its gain is
+with `A = P / (L D)`, the length at which attention costs as much as the weights, known from the model. Measured are
+`a`, the seconds per token of a short prompt, and `c`, what each prefill costs however little it computes (the call,
+and reading all weights once): `PrefillRate.fit` takes both from turns that computed their whole prompt (H = 0, d = N),
+long ones and some of a few tokens. A turn that fetches its history instead reads H tokens and computes d = N - H, so
+the ceiling of its gain is
 
     T(N | 0) / (T_fetch(H) + T(d | H))
 

@@ -19,7 +19,7 @@ def test_the_warm_up_reads_both_ways():
     """Its second turn fetches, so that the first transfer of the pair is behind both arms."""
     server = FakeServer()
     with server.client() as client:
-        demo.warm_up(client)
+        points = demo.warm_up(client)
     turns = [request.body for request in server.requests if request.verb == "turns"]
     assert [turn["bidikv"]["route"] for turn in turns[:2]] == ["fetch", "fetch"]
     assert {turn["bidikv"]["route"] for turn in turns[2:]} == {"recompute"}
