@@ -165,12 +165,13 @@ def test_a_reset_waits_for_readers(rig: Rig) -> None:
 
 def test_turns_that_outgrow_the_pool_together(rig: Rig) -> None:
     """Running turns that do not all fit are preempted on D and end with the right answers, leases or not."""
-    # Four times 1,000 tokens and their prompts need more blocks than there are, whatever else is held.
+    # Four times 1,000 tokens and their prompts need more blocks than there are. They go without P, so that all four
+    # have begun before the first one has grown: a turn that comes late waits, and preempts nobody.
     before = rig.metric("decode", "vllm:num_preemptions_total")
     talks = [rig.talk() for _ in range(4)]
     for number, talk in enumerate(talks):
         talk.right_turn(words(120, f"long{number}"))
-    running = [talk.in_background("All of it.", max_tokens=1000, ignore_eos=True) for talk in talks]
+    running = [talk.in_background("All of it.", route="local", max_tokens=1000, ignore_eos=True) for talk in talks]
     for said in [future.result() for future in running]:
         assert len(said.ids) == 1000
         assert said.ids == rig.recomputed(said.prompt_ids, 1000)
