@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from bench._scene import Scene, require
 from server_ext.launch.tiny import TINY
-from tests.engine.common import POOL_BLOCKS, eventually
+from tests.engine.common import BLOCK_SIZE, POOL_BLOCKS, eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -204,10 +204,10 @@ def expired(scene: Scene) -> None:
 
 
 def revoked(scene: Scene) -> None:
-    """Have plain requests take the lease's blocks."""
+    """Have plain requests take a part of the lease's blocks."""
     rig = scene.rig
     with scene.at_points():
-        crowd = crowding(rig)
+        crowd = crowding(rig, num_blocks=rig.pool()["free_blocks"] + 2)
         eventually(lambda: scene.talks[0].lease()["reason"] == "lease_revoked", "a revoked lease")
         for request in crowd:
             request.result().raise_for_status()
@@ -217,9 +217,9 @@ def revoked(scene: Scene) -> None:
 
 
 def crowded(scene: Scene) -> None:
-    """Have plain requests want blocks while a ticket keeps some; they wait for it, and all are answered."""
+    """Have plain requests want more than there is while a ticket keeps some; they wait for it, and all are answered."""
     with scene.at_points():
-        crowd = crowding(scene.rig)
+        crowd = crowding(scene.rig, num_blocks=POOL_BLOCKS)
         require(scene.rig.pool()["pending_ticket_blocks"], "no ticket is open")
         scene.let_go()
         scene.wait()
@@ -227,15 +227,17 @@ def crowded(scene: Scene) -> None:
             request.result().raise_for_status()
 
 
-def crowding(rig: Rig) -> list[Future[httpx.Response]]:
-    """Ask D for more than its pool holds, with requests that have no session."""
+def crowding(rig: Rig, *, num_blocks: int) -> list[Future[httpx.Response]]:
+    """Ask D for so many blocks at once, with requests that have no session."""
+    num_requests, num_decoded = 3, 6 * BLOCK_SIZE
 
     def ask() -> httpx.Response:
-        prompt = [1000 + secrets.randbelow(1000) for _ in range(POOL_BLOCKS * 32 // 3)]
-        body = {"model": TINY, "prompt": prompt, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
+        num_prompt = -(-num_blocks // num_requests) * BLOCK_SIZE - num_decoded
+        prompt = [1000 + secrets.randbelow(1000) for _ in range(num_prompt)]
+        body = {"model": TINY, "prompt": prompt, "max_tokens": num_decoded, "temperature": 0, "ignore_eos": True}
         return rig.decode.post("/v1/completions", json=body)
 
-    return [rig.threads.submit(ask) for _ in range(4)]
+    return [rig.threads.submit(ask) for _ in range(num_requests)]
 
 
 # ---------------------------------------------------------------- time

@@ -16,6 +16,8 @@ from http.client import HTTPConnection, HTTPException
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+import httpx
+
 from bidikv_sdk import BidiKV
 from server_ext.launch.command import ROLES
 from server_ext.launch.tiny import TINY
@@ -306,9 +308,9 @@ class Scene:
         leaked = max(leaked, self._num_leaked())
         self._end_sessions()
         leaked = max(leaked, self._num_leaked())
-        seconds = round(time.monotonic() - self._started_s, 1)
+        seconds = self._seconds()
         return [
-            Row(self.fault, point, end.outcome, end.reason, *following, num_wrong, leaked, self._are_alive(), seconds)
+            Row(self.fault, point, end.outcome, end.reason, *following, num_wrong, leaked, self.are_alive(), seconds)
             for point, end, following, num_wrong in zip(self.points, ends, nexts, wrong, strict=True)
         ]
 
@@ -359,10 +361,27 @@ class Scene:
         if self._sdk is not None:
             self._sdk.close()
 
-    def _are_alive(self) -> bool:
+    def are_alive(self) -> bool:
+        """Tell whether both engines run and answer, and are those that were left running."""
         for role in ROLES:
             child = self.rig.stack.child(role)
             client = self.rig.prefill if role == "prefill" else self.rig.decode
-            if child.pid != self.pids[role] or child.poll() is not None or not client.get("/health").is_success:
+            if child.pid != self.pids[role] or child.poll() is not None:
+                return False
+            try:
+                if not client.get("/health").is_success:
+                    return False
+            except httpx.TransportError:
                 return False
         return True
+
+    def rows_of_the_dead(self) -> list[Row]:
+        """Return the rows of a scene that an engine did not survive."""
+        seconds = self._seconds()
+        return [
+            Row(self.fault, point, "engine died", "internal_error", "none", "none", 0, 0, False, seconds)
+            for point in self.points
+        ]
+
+    def _seconds(self) -> float:
+        return round(time.monotonic() - self._started_s, 1)

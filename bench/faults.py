@@ -42,6 +42,7 @@ from bench._faults import (
     wire,
 )
 from bench._scene import BETWEEN_TURNS, Row, Scene, require
+from server_ext.launch.command import ROLES
 from tests.engine.rig import Plan, Rig
 from tests.engine.talk import words
 from tests.engine.wire import Break
@@ -130,7 +131,7 @@ def matrix() -> list[Case]:
         Case("cache reset", ("D reads",), reset("decode", running=False, answer=False)),
         Case("cache reset", (BETWEEN_TURNS,), reset("decode", running=False, answer=True)),
         Case("lease expired", (BETWEEN_TURNS,), expired),
-        *(Case("lease revoked", (point,), revoked) for point in ("D reads", BETWEEN_TURNS)),
+        *(Case("lease revoked", (point,), revoked) for point in ("D has it queued", BETWEEN_TURNS)),
         *(Case("lease released", (point,), released("release")) for point in (*IN_THE_MIDDLE, BETWEEN_TURNS)),
         *(Case("session ended", (point,), released("end")) for point in IN_THE_MIDDLE),
         Case("memory pressure", ("P reads",), crowded),
@@ -160,55 +161,69 @@ def matrix() -> list[Case]:
 
 
 def play(rig: Rig, case: Case) -> list[Row]:
-    """Run one case."""
+    """Run one case; where an engine died of it, that is what the rows say."""
     scene = Scene(rig, case.fault, case.points, **case.options)
-    case.run(scene)
-    return scene.rows()
+    try:
+        case.run(scene)
+        return scene.rows()
+    except Exception:
+        if scene.are_alive():
+            raise
+        traceback.print_exc()
+        mend(rig)
+        return scene.rows_of_the_dead()
+
+
+def play_all(rig: Rig, patterns: list[str]) -> tuple[list[Row], list[str]]:
+    """Run the chosen cases, all where `patterns` is empty; return the rows, and what could not be produced."""
+    rows: list[Row] = []
+    failures: list[str] = []
+    for case in matrix():
+        name = f"{case.fault} @ {', '.join(case.points)}"
+        if patterns and not any(re.search(pattern, name) for pattern in patterns):
+            continue
+        try:
+            done = play(rig, case)
+        except Exception:  # noqa: BLE001 - one case that cannot be produced must not hide the others
+            traceback.print_exc()
+            print(f"NOT PRODUCED: {name}", flush=True)
+            failures.append(name)
+            mend(rig)
+            continue
+        rows += done
+        for row in done:
+            print(f"{'ok ' if row.is_good() else 'BAD'} {row}", flush=True)
+    return rows, failures
 
 
 def main() -> int:
-    """Run the matrix, or the cases whose fault or point holds one of the words given."""
+    """Run the matrix, or a part of it, and write what came of it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("words", nargs="*", help="run only cases that one of these patterns is found in")
-    chosen = parser.parse_args().words
+    parser.add_argument("patterns", nargs="*", help="run only cases `fault @ points` in which one of these is found")
+    patterns = parser.parse_args().patterns
+    # Engines are sessions of their own and outlive this process unless it ends in order.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     started_s = time.monotonic()
-    rows: list[Row] = []
-    failures: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         rig = Rig.start(Path(folder), PLAN)
         try:
-            for case in matrix():
-                name = f"{case.fault} @ {', '.join(case.points)}"
-                if chosen and not any(re.search(word, name) for word in chosen):
-                    continue
-                try:
-                    done = play(rig, case)
-                except Exception:  # noqa: BLE001 - one case that cannot be produced must not hide the others
-                    traceback.print_exc()
-                    failures.append(name)
-                    print(f"NOT PRODUCED: {name}", flush=True)
-                    mend(rig)
-                    continue
-                rows += done
-                for row in done:
-                    print(f"{'ok ' if row.is_good() else 'BAD'} {row}", flush=True)
+            rows, failures = play_all(rig, patterns)
         finally:
             rig.close()
-    took_s = time.monotonic() - started_s
-    if not chosen:
-        (ROOT / "out").mkdir(exist_ok=True)
-        (ROOT / "out" / "faults.json").write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n")
-        if not failures:
-            (ROOT / "docs" / "faults.md").write_text(table(rows))
     bad = [row for row in rows if not row.is_good()]
-    print(f"{len(rows)} pairs, {len(bad)} bad, {len(failures)} not produced, {took_s:.0f} s")
+    print(f"{len(rows)} pairs, {len(bad)} bad, {len(failures)} not produced, {time.monotonic() - started_s:.0f} s")
+    if not patterns:
+        (ROOT / "out").mkdir(exist_ok=True)
+        (ROOT / "out" / "faults.json").write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n", "utf-8")
+        if not failures:
+            (ROOT / "docs" / "faults.md").write_text(table(rows), "utf-8")
     return 1 if bad or failures else 0
 
 
 def mend(rig: Rig) -> None:
-    """Bring both engines back to a known state after a case that could not be produced."""
+    """Bring both engines back to a known state, whatever happened to them."""
     rig.brakes.forget()
-    for role in ("prefill", "decode"):
+    for role in ROLES:
         rig.stack.kill(role, signal.SIGCONT)
         rig.restart(role)
 
