@@ -6,9 +6,11 @@ What a fault is to cause is checked (`require`), so that no row is written for o
 from __future__ import annotations
 
 import secrets
+from functools import partial
 from typing import TYPE_CHECKING
 
 from bench._scene import Scene, require
+from server_ext.launch.command import ROLES
 from server_ext.launch.tiny import TINY
 from tests.engine.common import BLOCK_SIZE, POOL_BLOCKS, eventually
 
@@ -42,6 +44,16 @@ def client_gone(aborts: Role | None = None) -> Callable[[Scene], None]:
         scene.wait()
 
     return run
+
+
+def clients_gone(scene: Scene) -> None:
+    """Hang up on two turns while P reads for one and D for the other."""
+    with scene.at_points():
+        for turn in scene.turns:
+            turn.leave()
+        for role in ROLES:
+            eventually(partial(scene.has_aborted, role), f"an abort on the {role} engine")
+    scene.wait()
 
 
 # ---------------------------------------------------------------- engines

@@ -379,7 +379,18 @@ class Scene:
         """Return the rows of a scene that an engine did not survive."""
         seconds = self._seconds()
         return [
-            Row(self.fault, point, "engine died", "internal_error", "none", "none", 0, 0, False, seconds)
+            Row(
+                self.fault,
+                point,
+                "engine died",
+                "internal_error",
+                "none",
+                "none",
+                0,
+                0,
+                engines_alive=False,
+                seconds=seconds,
+            )
             for point in self.points
         ]
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from bench._fault_table import table
 from bench._faults import (
     client_gone,
+    clients_gone,
     control_late,
     crowded,
     d_killed,
@@ -114,6 +115,7 @@ def matrix() -> list[Case]:
             for point, role in LEAVING
             if point not in NO_STREAM_YET
         ),
+        Case("client gone, both engines reading", ("D reads", "P reads"), clients_gone),
         Case("request delayed", ("after begin",), delayed),
         Case("reply delayed", ("P answered",), delayed),
         *(
