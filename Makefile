@@ -7,10 +7,11 @@ PYTORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 EXTRAS := cpu,cli,demo,analyze,dev
 
-.PHONY: help demo up down test lint clean
+.PHONY: help demo faults up down test lint clean
 
 help:
 	@echo "make demo    two engines on this machine, and what a turn costs with and without bidikv"
+	@echo "make faults  what happens when anything fails at any point of a turn, on two engines (20 minutes)"
 	@echo "make up      start a stack (ends with make down)"
 	@echo "make test    all checks and all tests, real engines included"
 	@echo "make lint    the checks alone"
@@ -29,6 +30,9 @@ help:
 
 demo: .venv/.stamp
 	$(BIN)/python bench/demo.py
+
+faults: .venv/.stamp
+	$(BIN)/python bench/faults.py
 
 up down: .venv/.stamp
 	$(BIN)/bidikv $@

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from server_ext.launch.command import Role, StackConfig, kv_transfer_config
+from server_ext.launch.command import ROLES, Role, StackConfig, kv_transfer_config
 from server_ext.launch.stack import Stack, ensure_secret, free_ports
 from server_ext.launch.tiny import TINY, ensure_tiny
 
+from .brakes import BrakeFolder
 from .common import (
     BLOCK_BYTES,
     DEADLINE_S,
@@ -47,6 +48,7 @@ class Plan:
     max_model_len: int = MAX_MODEL_LEN
     pool_blocks: int = POOL_BLOCKS
     prefill_step_tokens: int = PREFILL_STEP_TOKENS
+    braked: bool = False
 
 
 class Stacks:
@@ -78,12 +80,13 @@ class Stacks:
 class Rig:
     """One running stack, and clients of its engines."""
 
-    def __init__(self, stack: Stack, plan: Plan, secret: bytes, gate_port: int) -> None:
+    def __init__(self, stack: Stack, plan: Plan, secret: bytes, gate_port: int, brakes: BrakeFolder) -> None:
         self.stack = stack
         self.secret = secret
         self.api_keys = plan.api_keys
         self.pool_blocks = plan.pool_blocks
         self.gate_port = gate_port
+        self.brakes = brakes
         self.decode, self.prefill = (
             # The engines close idle connections after 5 s: one that is about to be closed must not be used.
             httpx.Client(base_url=url, timeout=DEADLINE_S, trust_env=False, limits=httpx.Limits(keepalive_expiry=1.0))
@@ -99,12 +102,16 @@ class Rig:
         prefill, decode = free_ports()
         gate_port = free_ports()[0].http
         secret_file = ensure_secret(folder)
+        brakes = BrakeFolder(folder / "brakes")
         settings = dict(plan.settings)
         if plan.gated:
             # Nobody listens at the gate unless a test does; then D goes on to P itself.
             urls = [f"http://127.0.0.1:{port}" for port in (gate_port, prefill.http)]
             settings["prefill_urls"] = urls
-        prefill_args = ["--long-prefill-token-threshold", str(plan.prefill_step_tokens)]
+        extra_args = {"prefill": ("--long-prefill-token-threshold", str(plan.prefill_step_tokens)), "decode": ()}
+        if plan.braked:
+            # The threshold counts only beside other requests; this is for a prompt that is alone as well.
+            extra_args["prefill"] += ("--max-num-batched-tokens", "32", "--max-num-seqs", "8")
         config = StackConfig(
             model=str(ensure_tiny()),
             served_name=TINY,
@@ -118,13 +125,16 @@ class Rig:
             api_keys=plan.api_keys,
             fresh_prefill_salt=True,
             settings=settings,
-            extra_env={"VLLM_SERVER_DEV_MODE": "1"},
+            extra_env={"VLLM_SERVER_DEV_MODE": "1", "BIDIKV_BRAKES": str(brakes.path)},
         )
-        transfer = kv_transfer_config(config, "prefill")
-        # What D never comes for: P keeps it for half a minute by default.
-        transfer["kv_connector_extra_config"]["kv_lease_duration"] = PREFILL_LEASE_S
-        prefill_args += ["--kv-transfer-config", json.dumps(transfer)]
-        config = replace(config, extra_args={"prefill": tuple(prefill_args)})
+        for role in ROLES:
+            transfer = kv_transfer_config(config, role)
+            # What D never comes for: P keeps it for half a minute by default.
+            transfer["kv_connector_extra_config"]["kv_lease_duration"] = PREFILL_LEASE_S
+            if plan.braked:
+                transfer |= {"kv_connector": "BrakedConnector", "kv_connector_module_path": "tests.engine.braked"}
+            extra_args[role] += ("--kv-transfer-config", json.dumps(transfer))
+        config = replace(config, extra_args=extra_args)
         stack = Stack(config, folder)
         try:
             stack.start()
@@ -132,7 +142,7 @@ class Rig:
         except BaseException:
             stack.stop()
             raise
-        return cls(stack, plan, secret_file.read_bytes(), gate_port)
+        return cls(stack, plan, secret_file.read_bytes(), gate_port, brakes)
 
     def close(self) -> None:
         """End the engines."""
