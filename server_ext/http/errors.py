@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from bidikv_sdk.wire import ErrorCode
 
-_RETRY_AFTER_S = 1.0
+RETRY_AFTER_S = 1.0
 
 
 class Refused(Exception):
@@ -48,7 +48,7 @@ def vllm_errors() -> Iterator[None]:
         yield
     except compat.EngineDeadError as error:
         msg = "the engine is dead; try another decode node"
-        raise Refused(msg, code="engine_unavailable", retry_after_s=_RETRY_AFTER_S) from error
+        raise Refused(msg, code="engine_unavailable", retry_after_s=RETRY_AFTER_S) from error
     except (compat.VLLMError, ValueError, TypeError, OverflowError, NotImplementedError) as error:
         told = compat.create_error_response(error).error
         raise refused_by_vllm(told.code, told.message) from error

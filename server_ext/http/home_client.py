@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from bidikv_sdk.wire import ErrorInfo
 from server_ext.engine import compat
-from server_ext.http.errors import Refused
+from server_ext.http.errors import RETRY_AFTER_S, Refused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 logger = compat.init_logger("vllm.bidikv")
-_RETRY_AFTER_S = 1.0
 
 
 class HomeClient:
@@ -51,13 +50,13 @@ class HomeClient:
         except TimeoutError as error:
             call.add_done_callback(lambda done: self._late(op, done, on_late))
             msg = f"the engine did not answer {op!r} within {self._timeout_s:g} s; it is busy or stuck, try again"
-            raise Refused(msg, code="engine_unavailable", retry_after_s=_RETRY_AFTER_S) from error
+            raise Refused(msg, code="engine_unavailable", retry_after_s=RETRY_AFTER_S) from error
         except asyncio.CancelledError:
             call.add_done_callback(lambda done: self._late(op, done, on_late))
             raise
         except Exception as error:
             msg = f"the engine cannot answer {op!r}: {error}; it is dead or shutting down, try another decode node"
-            raise Refused(msg, code="engine_unavailable", retry_after_s=_RETRY_AFTER_S) from error
+            raise Refused(msg, code="engine_unavailable", retry_after_s=RETRY_AFTER_S) from error
         if "error" in reply:
             raise Refused.from_info(ErrorInfo.from_json(reply["error"]))
         return reply
