@@ -1,0 +1,181 @@
+"""Every way of serving an agent's turns, measured in one run on this machine (`make bench`).
+
+Starts all engines that the arms need, lets them take turns, writes `out/bench.json`, `out/bench.md`, plots and one HTML
+page, and judges the bars. The exit status is 1 where one is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import httpx
+from rich.console import Console
+
+from bench._engine_sets import AggregatedEngine, EngineSets
+from bench._machine import versions
+from bidikv_sdk import AsyncBidiKV
+from server_ext.benchmark.arms import PlainArm, SessionArm, one_engine
+from server_ext.benchmark.engines import RunningEngines, empty_cache
+from server_ext.benchmark.limits import attention_tokens, kv_bytes_per_token
+from server_ext.benchmark.page import write_page, write_plots
+from server_ext.benchmark.scenarios import LONG_AGENT, SHORT_CHAT
+from server_ext.benchmark.suite import Model, run_suite
+from server_ext.benchmark.table import to_markdown
+from server_ext.launch.command import StackConfig
+from server_ext.launch.model import SMOLLM2, ensure_smollm2
+from server_ext.launch.stack import ensure_secret, free_ports
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from bidikv_sdk.wire import Route
+    from server_ext.benchmark.arms import Arm, Complete
+    from server_ext.benchmark.rounds import ArmRound, Reference
+    from server_ext.benchmark.scenarios import Scenario
+
+OUT: Final = Path(__file__).resolve().parents[1] / "out"
+_ROUTES: Final[dict[str, Route]] = {
+    "no_reuse": "recompute",
+    "prefill_cache": "prefill",
+    "local": "local",
+    "fetch": "fetch",
+}
+_KV_BYTES: Final = 768 << 20
+
+console = Console(highlight=False)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What arms are made of."""
+
+    sets: EngineSets
+    http: httpx.AsyncClient
+    client: AsyncBidiKV
+    served_name: str
+
+    def engines(self, name: str) -> RunningEngines:
+        """Return a set's engines as arms want them."""
+        return RunningEngines(
+            self.http, self.sets.sets[name].urls, lambda: self.sets.run(name), can_reset=not name.startswith("stock")
+        )
+
+    def arms(self, scenario: Scenario, reference: Reference) -> Mapping[str, Arm]:
+        """Make a scenario's arms."""
+        return {name: self._arm(name, reference) for name in scenario.arms if self._set_of(name) in self.sets.sets}
+
+    def beside(self) -> Mapping[str, Complete]:
+        """Return, by arm, completions on the engine that decodes for it."""
+        names = (*_ROUTES, "auto", *self.sets.sets)
+        return {
+            name: one_engine(self.http, self.sets.sets[self._set_of(name)].urls[-1], self.served_name)
+            for name in names
+            if self._set_of(name) in self.sets.sets
+        }
+
+    def _set_of(self, arm: str) -> str:
+        return "ours" if arm in {*_ROUTES, "auto"} else arm
+
+    def _arm(self, name: str, reference: Reference) -> Arm:
+        engines = self.engines(self._set_of(name))
+        if name in {*_ROUTES, "auto"}:
+
+            async def empty_prefill_cache() -> None:
+                await empty_cache(self.http, engines.urls[0])
+
+            # As if another P served the turn, or other agents had filled this one's cache.
+            missing = empty_prefill_cache if name == "fetch" else None
+            return SessionArm(name, self.client, _ROUTES.get(name, "auto"), engines, missing)
+        complete = one_engine(self.http, engines.urls[-1], self.served_name)
+        return PlainArm(name, complete, reference.delta_ids, engines)
+
+
+def main() -> int:
+    """Run the benchmark and return the exit status."""
+    options = _options()
+    model = ensure_smollm2(console.print)
+    config = json.loads((model / "config.json").read_text("utf-8"))
+    facts = Model(SMOLLM2, attention_tokens(config), kv_bytes_per_token(config))
+    OUT.mkdir(exist_ok=True)
+    folder = OUT / "bench-engines"
+    folder.mkdir(exist_ok=True)
+    aggregated = AggregatedEngine(
+        str(model),
+        SMOLLM2,
+        port=free_ports()[0].http,
+        log_file=folder / "aggregated.log",
+        kv_cache_bytes=2 * _KV_BYTES,
+        extra_args=(),
+    )
+    console.print("starting the engines of all arms, one set after the other")
+    with EngineSets({"ours": _config(str(model), folder / "ours")}, folder, aggregated) as sets:
+        result = asyncio.run(_measure(sets, facts, options))
+    _write(result)
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--scenario", action="append")
+    return parser.parse_args()
+
+
+def _config(model: str, folder: Path) -> StackConfig:
+    prefill, decode = free_ports()
+    return StackConfig(
+        model=model,
+        served_name=SMOLLM2,
+        prefill=prefill,
+        decode=decode,
+        secret_file=ensure_secret(folder),
+        kv_cache_bytes=_KV_BYTES,
+        extra_env={"VLLM_SERVER_DEV_MODE": "1"},
+    )
+
+
+async def _measure(sets: EngineSets, model: Model, options: argparse.Namespace) -> dict[str, Any]:
+    async with AsyncExitStack() as stack:
+        limits = httpx.Limits(keepalive_expiry=1.0)  # engines close idle connections after 5 s
+        http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=600, limits=limits))
+        client = await stack.enter_async_context(
+            AsyncBidiKV(f"{sets.sets['ours'].urls[-1]}/v1", http_client=http, model=SMOLLM2)
+        )
+        bench = Bench(sets, http, client, SMOLLM2)
+        scenarios = [one for one in (LONG_AGENT, SHORT_CHAT) if not options.scenario or one.name in options.scenario]
+        known = [replace(one, arms=tuple(arm for arm in one.arms)) for one in scenarios]
+        result = await run_suite(
+            known,
+            bench.arms,
+            model=model,
+            num_rounds=options.rounds,
+            seed=options.seed,
+            beside=bench.beside(),
+            on_part=_show,
+        )
+        return result.to_json(machine={}, versions=versions())
+
+
+def _show(scenario: Scenario, part: ArmRound) -> None:
+    later = [one.ttft_s for one in part.samples if one.turn > 1 and not one.beside]
+    times = " ".join(f"{one:.2f}" for one in later)
+    console.print(f"{scenario.name:11} round {part.round} {part.arm:20} {part.seconds:5.1f} s   TTFT {times}")
+
+
+def _write(result: dict[str, Any]) -> None:
+    (OUT / "bench.json").write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+    (OUT / "bench.md").write_text(to_markdown(result) + "\n", "utf-8")
+    write_page(result, write_plots(result, OUT / "bench-plots"), OUT / "bench.html")
+    console.print(to_markdown(result))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
