@@ -9,24 +9,27 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 from rich.console import Console
 
+from bench._bars import checks
 from bench._engine_sets import AggregatedEngine, EngineSets
 from bench._machine import versions
+from bench._show import verdict
 from bidikv_sdk import AsyncBidiKV
 from server_ext.benchmark.arms import PlainArm, SessionArm, one_engine
 from server_ext.benchmark.engines import RunningEngines, empty_cache
 from server_ext.benchmark.limits import attention_tokens, kv_bytes_per_token
 from server_ext.benchmark.page import write_page, write_plots
 from server_ext.benchmark.scenarios import LONG_AGENT, SHORT_CHAT
-from server_ext.benchmark.suite import Model, run_suite
+from server_ext.benchmark.suite import Model, run_scenario, to_file
 from server_ext.benchmark.table import to_markdown
 from server_ext.launch.command import StackConfig
 from server_ext.launch.model import SMOLLM2, ensure_smollm2
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from server_ext.benchmark.arms import Arm, Complete
     from server_ext.benchmark.rounds import ArmRound, Reference
     from server_ext.benchmark.scenarios import Scenario
+    from server_ext.benchmark.summary import ScenarioResult
 
 OUT: Final = Path(__file__).resolve().parents[1] / "out"
 _ROUTES: Final[dict[str, Route]] = {
@@ -116,9 +120,13 @@ def main() -> int:
     )
     console.print("starting the engines of all arms, one set after the other")
     with EngineSets({"ours": _config(str(model), folder / "ours")}, folder, aggregated) as sets:
-        result = asyncio.run(_measure(sets, facts, options))
+        results = asyncio.run(_measure(sets, facts, options))
+    result = to_file(results, machine={"cores": os.cpu_count()}, versions=versions())
     _write(result)
-    return 0
+    found = checks(result)
+    for check in found:
+        console.print(verdict(check), soft_wrap=True)
+    return 0 if all(check.passed for check in found) else 1
 
 
 def _options() -> argparse.Namespace:
@@ -142,26 +150,28 @@ def _config(model: str, folder: Path) -> StackConfig:
     )
 
 
-async def _measure(sets: EngineSets, model: Model, options: argparse.Namespace) -> dict[str, Any]:
+async def _measure(sets: EngineSets, model: Model, options: argparse.Namespace) -> list[ScenarioResult]:
     async with AsyncExitStack() as stack:
         limits = httpx.Limits(keepalive_expiry=1.0)  # engines close idle connections after 5 s
         http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=600, limits=limits))
         client = await stack.enter_async_context(
-            AsyncBidiKV(f"{sets.sets['ours'].urls[-1]}/v1", http_client=http, model=SMOLLM2)
+            AsyncBidiKV(f"{sets.sets['ours'].urls[-1]}/v1", http_client=http, model=model.name)
         )
-        bench = Bench(sets, http, client, SMOLLM2)
-        scenarios = [one for one in (LONG_AGENT, SHORT_CHAT) if not options.scenario or one.name in options.scenario]
-        known = [replace(one, arms=tuple(arm for arm in one.arms)) for one in scenarios]
-        result = await run_suite(
-            known,
-            bench.arms,
-            model=model,
-            num_rounds=options.rounds,
-            seed=options.seed,
-            beside=bench.beside(),
-            on_part=_show,
-        )
-        return result.to_json(machine={}, versions=versions())
+        bench = Bench(sets, http, client, model.name)
+        wanted = [one for one in (LONG_AGENT, SHORT_CHAT) if not options.scenario or one.name in options.scenario]
+        return [await _run(scenario, bench, model, options) for scenario in wanted]
+
+
+async def _run(scenario: Scenario, bench: Bench, model: Model, options: argparse.Namespace) -> ScenarioResult:
+    return await run_scenario(
+        scenario,
+        lambda reference: bench.arms(scenario, reference),
+        model=model,
+        num_rounds=options.rounds,
+        seed=options.seed,
+        beside=bench.beside(),
+        on_part=lambda part: _show(scenario, part),
+    )
 
 
 def _show(scenario: Scenario, part: ArmRound) -> None:

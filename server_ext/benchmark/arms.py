@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "ignore_eos": True}
 """Greedy, and as many tokens as were asked for: each arm has the same work."""
+_SHORT_PREFILLS: Final = 5
+_WARM_UP_IDS: Final = range(100, 140)
 
 
 @dataclass(slots=True)
@@ -86,6 +88,14 @@ class Arm(Protocol):
         """Return what its engines have counted since they started (`bytes_moved`, `pinned_byte_s`)."""
         ...
 
+    async def warm_up(self) -> list[tuple[int, float]]:
+        """Let its engines do once what happens only once in their life: connect to each other, fill their own caches.
+
+        Returns:
+            Tokens and seconds of some short prefills, of which none was cached; nothing where the arm cannot tell.
+        """
+        ...
+
     async def open(self, script: Script) -> Agent:
         """Begin a conversation."""
         ...
@@ -126,6 +136,18 @@ class SessionArm:
     async def counters(self) -> dict[str, float]:
         """Return what its engines have counted since they started."""
         return await self.engines.counters()
+
+    async def warm_up(self) -> list[tuple[int, float]]:
+        """Have each engine read from the other, and time some short prefills."""
+        async with self.client.session(system="Answer briefly. " * 60, route="fetch", **GREEDY) as session:
+            for text in ("Hello!", "And again."):
+                await session.send(text, max_completion_tokens=4)
+        points = []
+        for _ in range(_SHORT_PREFILLS if self.route == "recompute" else 0):
+            async with self.client.session(route="recompute", **GREEDY) as session:
+                cache = (await session.send("Hello!", max_completion_tokens=2)).cache
+                points.append((cache.prompt_tokens, cache.timings_s.prefill or 0.0))
+        return points
 
     async def open(self, script: Script) -> Agent:
         """Begin a session."""
@@ -194,6 +216,14 @@ class PlainArm:
     async def counters(self) -> dict[str, float]:
         """Return what its engines have counted since they started."""
         return await self.engines.counters()
+
+    async def warm_up(self) -> list[tuple[int, float]]:
+        """Complete a short prompt twice."""
+        state: dict[str, Any] = {}
+        for _ in range(2):
+            async for _chunk in self.complete(_WARM_UP_IDS, 4, state):
+                pass
+        return []
 
     async def open(self, script: Script) -> Agent:
         """Begin a conversation."""

@@ -54,6 +54,8 @@ class ScenarioResult:
     scenario: Scenario
     reference: Reference
     arms: dict[str, ArmResult] = field(default_factory=dict)
+    rates: MeasuredRates | None = None
+    """Of the same run; None where nothing was fetched."""
 
     def add(self, part: ArmRound) -> None:
         """Take one arm's part of one round."""
@@ -71,7 +73,7 @@ class ScenarioResult:
         """All turns of all arms."""
         return [sample for arm in self.arms.values() for sample in arm.samples]
 
-    def figures(self, arm: ArmResult, rates: MeasuredRates | None) -> dict[str, Any]:
+    def figures(self, arm: ArmResult) -> dict[str, Any]:
         """Return an arm's numbers: times in seconds; an interval holds its number with 95 % confidence."""
         alone, later = arm.later(beside=False), arm.later()
         seconds = sum(part.seconds for part in arm.parts)
@@ -89,32 +91,34 @@ class ScenarioResult:
             "itl_s": _quantiles([gap for one in later if not one.beside for gap in one.gaps_s]),
             "itl_beside_s": _quantiles([gap for part in arm.parts for gap in part.beside_gaps_s]),
             "speedup": _json(self._speedup(arm, lambda one: not one.beside)),
-            "points": {str(point): self._at_point(arm, point, rates) for point in self.scenario.points},
+            "points": {str(point): self._at_point(arm, point) for point in self.scenario.points},
             "turns_per_s": len(arm.samples) / seconds if seconds else None,
             "bytes_moved": arm.total("bytes_moved"),
             "num_preemptions": arm.total("num_preemptions"),
             "pinned_byte_s_per_avoided_token": arm.total("pinned_byte_s") / avoided if avoided else None,
             "session_overhead_p50_s": median(overheads) if overheads else None,
-            "floor_ratio_p50": _floor_ratio(alone, rates),
+            "floor_ratio_p50": _floor_ratio(alone, self.rates),
         }
 
-    def to_json(self, rates: MeasuredRates | None) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Return the scenario's part of the file."""
         return {
             "what": self.scenario.what,
-            "arms": {name: self.figures(arm, rates) for name, arm in self.arms.items()},
+            "rates": None if self.rates is None else self.rates.to_json(),
+            "arms": {name: self.figures(arm) for name, arm in self.arms.items()},
         }
 
     def _speedup(self, arm: ArmResult, belongs: Callable[[Sample], bool], q: float = 0.5) -> Estimate | None:
         times, base = ([one.ttft_s for one in which.later() if belongs(one)] for which in (arm, self.base))
         return ratio_with_interval(base, times, q)
 
-    def _at_point(self, arm: ArmResult, point: int, rates: MeasuredRates | None) -> dict[str, Any]:
+    def _at_point(self, arm: ArmResult, point: int) -> dict[str, Any]:
         """Return the numbers of the later turns whose prompt is nearest to one history point."""
 
         def belongs(one: Sample) -> bool:
             return not one.beside and min(self.scenario.points, key=lambda p: abs(one.prompt_tokens - p)) == point
 
+        rates = self.rates
         own = [one for one in arm.later() if belongs(one)]
         fetched = [one for one in own if one.fetched_tokens]
         return {

@@ -10,7 +10,7 @@ from server_ext.benchmark.limits import MeasuredRates, PrefillRate
 from server_ext.benchmark.page import write_page, write_plots
 from server_ext.benchmark.rounds import ArmRound, Reference
 from server_ext.benchmark.scenarios import Scenario
-from server_ext.benchmark.suite import SuiteResult
+from server_ext.benchmark.suite import to_file
 from server_ext.benchmark.summary import ScenarioResult
 from server_ext.benchmark.table import to_markdown
 from tests.benchmark.made import sample
@@ -28,7 +28,7 @@ RATES = MeasuredRates(
 def result(num_turns=40) -> ScenarioResult:
     """A scenario of two arms: one takes a second a turn, the other a tenth of it."""
     reference = Reference()
-    found = ScenarioResult(SCENARIO, reference)
+    found = ScenarioResult(SCENARIO, reference, rates=RATES)
     for name, ttft_s in (("no_reuse", 1.0), ("fetch", 0.1)):
         part = ArmRound(name, 0, seconds=10.0, counters={"bytes_moved": 2e6, "pinned_byte_s": 9e5})
         for turn in range(1, num_turns + 1):
@@ -55,7 +55,7 @@ def result(num_turns=40) -> ScenarioResult:
 
 def test_first_turns_are_reported_apart():
     """The first turn of a session has nothing to reuse in any arm: it would hide what the others gain."""
-    figures = result().to_json(RATES)["arms"]["fetch"]
+    figures = result().to_json()["arms"]["fetch"]
     assert figures["ttft_s"]["p50"]["value"] == pytest.approx(0.1)
     assert figures["ttft_first_turn_s"]["p50"]["value"] == pytest.approx(5.0)
     assert figures["outcomes"] == {"fetched": 1.0}
@@ -63,14 +63,14 @@ def test_first_turns_are_reported_apart():
 
 def test_the_ratio_is_against_the_reference_arm():
     """Ten times faster than without reuse."""
-    arms = result().to_json(RATES)["arms"]
+    arms = result().to_json()["arms"]
     assert arms["fetch"]["speedup"]["value"] == pytest.approx(10.0)
     assert arms["no_reuse"]["speedup"]["value"] == pytest.approx(1.0)
 
 
 def test_a_quantile_that_few_turns_cannot_show_is_left_out():
     """The 99th percentile of 39 turns would be their slowest one."""
-    ttft = result().to_json(RATES)["arms"]["fetch"]["ttft_s"]
+    ttft = result().to_json()["arms"]["fetch"]["ttft_s"]
     assert ttft["count"] == 39
     assert "p95" in ttft
     assert "p99" not in ttft
@@ -81,13 +81,13 @@ def test_wrong_tokens_are_counted():
     found = result()
     part = ArmRound("fetch", 1, samples=[sample("fetch", turn=1, token_ids=(99,))])
     found.add(part)
-    assert found.to_json(None)["arms"]["fetch"]["tokens_wrong"] == 1
-    assert found.to_json(None)["arms"]["no_reuse"]["tokens_wrong"] == 0
+    assert found.to_json()["arms"]["fetch"]["tokens_wrong"] == 1
+    assert found.to_json()["arms"]["no_reuse"]["tokens_wrong"] == 0
 
 
 def test_turns_belong_to_the_nearest_point():
     """All prompts have 100 tokens: nothing is reported at 300."""
-    points = result().to_json(RATES)["arms"]["fetch"]["points"]
+    points = result().to_json()["arms"]["fetch"]["points"]
     assert points["100"]["turns"] == 39
     assert points["300"]["turns"] == 0
     assert points["300"]["ttft_s"] == {"count": 0}
@@ -95,7 +95,7 @@ def test_turns_belong_to_the_nearest_point():
 
 def test_what_the_engines_counted_is_per_token_saved():
     """Pinned byte-seconds are over the tokens that were not computed."""
-    figures = result().to_json(RATES)["arms"]["fetch"]
+    figures = result().to_json()["arms"]["fetch"]
     assert figures["pinned_byte_s_per_avoided_token"] == pytest.approx(9e5 / (39 * 90))
     assert figures["bytes_moved"] == 2e6
 
@@ -104,7 +104,7 @@ def test_the_floor_is_compute_bytes_and_one_step():
     """10 tokens behind 90, 100 tokens moved, two reads, one decode step."""
     expected_s = 0.03 + 0.001 * (10 + (100**2 - 90**2) / 4000) + 100 * 46_080 / 1e9 + 2 * 0.005 + 0.01
     assert RATES.floor_s(sample()) == pytest.approx(expected_s)
-    assert result().to_json(RATES)["arms"]["fetch"]["floor_ratio_p50"] == pytest.approx(0.1 / expected_s)
+    assert result().to_json()["arms"]["fetch"]["floor_ratio_p50"] == pytest.approx(0.1 / expected_s)
 
 
 def test_rates_come_from_the_turns_that_show_them():
@@ -142,8 +142,7 @@ def test_a_run_without_a_read_has_no_rate_of_reads():
 
 def test_the_page_holds_all_plots_and_loads_nothing(tmp_path):
     """One file: every plot is in it, and no address of any other."""
-    suite = SuiteResult({"made": result()}, RATES, 12.0)
-    content = json.loads(json.dumps(suite.to_json(machine={"cores": 2}, versions={"vllm": "0.32"})))
+    content = json.loads(json.dumps(to_file([result()], machine={"cores": 2}, versions={"vllm": "0.32"})))
     plots = write_plots(content, tmp_path / "plots")
     assert [file.name for file in plots["made"]] == ["made_ttft.png", "made_itl.png", "made_points.png"]
     write_page(content, plots, tmp_path / "bench.html")
@@ -156,7 +155,6 @@ def test_the_page_holds_all_plots_and_loads_nothing(tmp_path):
 
 def test_the_table_has_a_row_for_each_arm():
     """Markdown with the numbers that users judge by."""
-    suite = SuiteResult({"made": result()}, RATES, 12.0)
-    text = to_markdown(suite.to_json(machine={}, versions={}))
+    text = to_markdown(to_file([result()], machine={}, versions={}))
     assert "| `fetch` | 100.0 ms (100.0 to 100.0) |" in text
     assert "10.00x" in text
