@@ -24,11 +24,11 @@ from bench._engine_sets import AggregatedEngine, EngineSets
 from bench._machine import versions
 from bench._show import verdict
 from bidikv_sdk import AsyncBidiKV
-from server_ext.benchmark.arms import PlainArm, SessionArm, one_engine
-from server_ext.benchmark.engines import RunningEngines, empty_cache
+from server_ext.benchmark.arms import ROUTES, PlainArm, SessionArm, one_engine
+from server_ext.benchmark.engines import RunningEngines, prefill_cache_of
 from server_ext.benchmark.limits import attention_tokens, kv_bytes_per_token
 from server_ext.benchmark.page import write_page, write_plots
-from server_ext.benchmark.scenarios import LONG_AGENT, SHORT_CHAT
+from server_ext.benchmark.scenarios import LONG_AGENT, SHORT_CHAT, STOCK_ARMS
 from server_ext.benchmark.suite import Model, run_scenario, to_file
 from server_ext.benchmark.table import to_markdown
 from server_ext.launch.command import StackConfig
@@ -38,19 +38,12 @@ from server_ext.launch.stack import ensure_secret, free_ports
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from bidikv_sdk.wire import Route
     from server_ext.benchmark.arms import Arm, Complete
     from server_ext.benchmark.rounds import ArmRound, Reference
     from server_ext.benchmark.scenarios import Scenario
     from server_ext.benchmark.summary import ScenarioResult
 
 OUT: Final = Path(__file__).resolve().parents[1] / "out"
-_ROUTES: Final[dict[str, Route]] = {
-    "no_reuse": "recompute",
-    "prefill_cache": "prefill",
-    "local": "local",
-    "fetch": "fetch",
-}
 _KV_BYTES: Final = 768 << 20
 
 console = Console(highlight=False)
@@ -73,32 +66,27 @@ class Bench:
 
     def arms(self, scenario: Scenario, reference: Reference) -> Mapping[str, Arm]:
         """Make a scenario's arms."""
-        return {name: self._arm(name, reference) for name in scenario.arms if self._set_of(name) in self.sets.sets}
+        return {name: self._arm(name, reference) for name in scenario.arms if _set_of(name) in self.sets.sets}
 
     def beside(self) -> Mapping[str, Complete]:
         """Return, by arm, completions on the engine that decodes for it."""
-        names = (*_ROUTES, "auto", *self.sets.sets)
         return {
-            name: one_engine(self.http, self.sets.sets[self._set_of(name)].urls[-1], self.served_name)
-            for name in names
-            if self._set_of(name) in self.sets.sets
+            name: one_engine(self.http, self.sets.sets[_set_of(name)].urls[-1], self.served_name)
+            for name in (*ROUTES, *STOCK_ARMS)
+            if _set_of(name) in self.sets.sets
         }
 
-    def _set_of(self, arm: str) -> str:
-        return "ours" if arm in {*_ROUTES, "auto"} else arm
-
     def _arm(self, name: str, reference: Reference) -> Arm:
-        engines = self.engines(self._set_of(name))
-        if name in {*_ROUTES, "auto"}:
-
-            async def empty_prefill_cache() -> None:
-                await empty_cache(self.http, engines.urls[0])
-
-            # As if another P served the turn, or other agents had filled this one's cache.
-            missing = empty_prefill_cache if name == "fetch" else None
-            return SessionArm(name, self.client, _ROUTES.get(name, "auto"), engines, missing)
+        engines = self.engines(_set_of(name))
+        if name in ROUTES:
+            missing = prefill_cache_of(self.http, engines.urls[0]) if name == "fetch" else None
+            return SessionArm(name, self.client, engines, missing)
         complete = one_engine(self.http, engines.urls[-1], self.served_name)
         return PlainArm(name, complete, reference.delta_ids, engines)
+
+
+def _set_of(arm: str) -> str:
+    return "ours" if arm in ROUTES else arm
 
 
 def main() -> int:

@@ -113,21 +113,35 @@ class Engines(Protocol):
         ...
 
 
+ROUTES: Final[dict[str, Route]] = {
+    "no_reuse": "recompute",
+    "prefill_cache": "prefill",
+    "local": "local",
+    "fetch": "fetch",
+    "auto": "auto",
+}
+"""The arms that one running pair of engines offers, and the route that each forces."""
+
+
 @dataclass(frozen=True)
 class SessionArm:
     """Sessions of ours.
 
     * **client** - of D.
-    * **route** - forced on each turn; None lets the server choose.
+    * **name** - one of `ROUTES`.
     * **engines** - that serve it.
     * **empty_prefill_cache** - called before each turn where P's own prefix cache shall miss; None leaves it.
     """
 
     name: str
     client: AsyncBidiKV
-    route: Route | None
     engines: Engines
     empty_prefill_cache: Callable[[], Awaitable[None]] | None = None
+
+    @property
+    def route(self) -> Route:
+        """Forced on each turn; `auto` lets the server choose."""
+        return ROUTES[self.name]
 
     async def prepare(self) -> None:
         """Make its engines run and forget what they have cached."""

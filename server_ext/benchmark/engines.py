@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     import httpx
 
@@ -60,6 +60,15 @@ class RunningEngines:
         """Return what they have counted since they started, summed over the engines."""
         texts = [(await self.http.get(f"{url}/metrics", headers=self.headers)).text for url in self.urls]
         return {name: sum(_value(text, metric) for text in texts) for name, metric in _COUNTERS.items()}
+
+
+def prefill_cache_of(http: httpx.AsyncClient, url: str) -> Callable[[], Awaitable[None]]:
+    """Return what empties P's prefix cache: as if another P served the turn, or other agents had filled this one's."""
+
+    async def empty() -> None:
+        await empty_cache(http, url)
+
+    return empty
 
 
 async def empty_cache(http: httpx.AsyncClient, url: str) -> None:

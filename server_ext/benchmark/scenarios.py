@@ -152,7 +152,7 @@ def find_delta_ids(prompt: Sequence[int], history: Sequence[int]) -> list[int]:
 
 
 OWN_ARMS: Final = ("no_reuse", "prefill_cache", "local", "fetch", "auto")
-"""The ways that one running pair of engines offers."""
+"""The ways that one running pair of engines offers; the first is what all are compared with."""
 STOCK_ARMS: Final = ("stock_bidirectional", "aggregated")
 """Those that need engines of their own."""
 
