@@ -81,8 +81,8 @@ class LeaseTable:
     ) -> Begun:
         """Begin a turn: renew the session's lease for it, and open a ticket on what matches the prompt.
 
-        The lease does not expire while its turn is open, but may be revoked. An unknown key is a session
-        without a lease.
+        The lease does not expire while its turn is open, but may be revoked. What is left of one that expired or was
+        revoked is pinned again for a reader. An unknown key is a session without a lease.
 
         Args:
             key: the session.
@@ -104,6 +104,8 @@ class LeaseTable:
         self._held.open_turn(turn)
         self._held.renew(key, None, now_s=now_s)
         lease = self._held.leases.get(key)
+        if lease is None and want_ticket:
+            lease = self._held.regain(key, fingerprint, now_s=now_s)
         if lease is None:
             return Begun(0, 0, None, slot.reason or "first_turn", None, None)
         if lease.fingerprint != fingerprint:
@@ -264,6 +266,7 @@ class LeaseTable:
         elif slot is not None and slot.state != "none":
             # Also what is gone already: the engine must not take up again what its owner gave back.
             slot.state, slot.reason = "released", "released"
+            self._held.lost.forget(key)
         return self._info(key, now_s=now_s)
 
     def fork(
@@ -314,6 +317,7 @@ class LeaseTable:
             self._held.close_turn(slot.turn)
         if key in self._held.leases:
             self._held.end_lease(key, "released", "released")
+        self._held.lost.forget(key)
         self._held.slots.pop(key, None)
 
     # ---------------------------------------------------------------- the engine

@@ -84,6 +84,7 @@ class Revoker:
             self._held.end_lease(key, "revoked", reason)
         for turn in self._held.turns.values():
             self._held.drop_pin(turn, reason)
+        self._held.lost.clear()
         return True
 
 
