@@ -5,9 +5,9 @@ A turn: `choose` (or `take`, where the caller forces a way) when it begins, then
 
 - Guard: turns that are appended on D hold up what generates there. On the mean of about half a minute they may do so
   for no more than a set share of the time.
-- Trials: what is not taken is not measured, so every other way is tried again now and then: one turn in so many at
-  the most, and only from a credit that is a small share of all turns' time. That bounds what trials cost, whatever
-  they find.
+- Trials: what is not taken is not measured, so a way that would win were its rates at their best is tried again now
+  and then: one turn in so many at the most, and only from a credit that is a small share of all turns' time. A trial
+  is charged what it really cost, so they are bounded whatever they find.
 - A P that does not answer is left alone for a while, longer each time.
 
 Pure; imports `cost`, and `rates` and `records` for their types.
@@ -29,6 +29,8 @@ _GUARD_WINDOW_S: Final = 30.0
 # At most one turn in so many is a trial: too few to be seen in a 95th percentile.
 _TRIAL_TURNS: Final = 32
 _TRIAL_SHARE: Final = 0.02
+# The better way must be better by more than what nobody notices.
+_TRIAL_GAIN: Final = 0.9
 # Of one turn in the share of P's cache that survives between a session's turns.
 _SHARE_WEIGHT: Final = 0.3
 _FIRST_PAUSE_S: Final = 2.0
@@ -121,6 +123,9 @@ class CostModel:
         if opened is None:
             return
         key, choice, situation = opened
+        if choice.reason == "trial":
+            taken_s = (observed.prefill_s or 0.0) + (observed.handover_s or 0.0)
+            self._trials.credit_s -= taken_s - min(choice.estimates_s.values())
         is_recompute = choice.way == "recompute"
         if observed.pair is not None:
             self._learn_peer(observed.pair, observed, situation, learns_share=not is_recompute, now_s=now_s)
@@ -183,10 +188,12 @@ class CostModel:
             return Choice(ranked[0], estimates_s, "only")
         allowed = [way for way in ranked if way != "local" or self._may_stall(situation, now_s=now_s)]
         trials, best = self._trials, allowed[0]
-        for way in allowed[1:]:
-            is_due = min(trials.turns_since[way], trials.turns_since_trial) >= _TRIAL_TURNS
+        for way in allowed[1:] if trials.turns_since_trial >= _TRIAL_TURNS else ():
+            is_due = trials.turns_since[way] >= _TRIAL_TURNS
             if is_due and estimates_s[way] - estimates_s[best] <= trials.credit_s:
-                return Choice(way, estimates_s, "trial")
+                hoped_s = estimate_s(way, situation, self.rates.hoped(), token_bytes=self._token_bytes)
+                if hoped_s < _TRIAL_GAIN * estimates_s[best]:
+                    return Choice(way, estimates_s, "trial")
         return Choice(best, estimates_s, "cheapest" if best == ranked[0] else "guard")
 
     def _may_stall(self, situation: Situation, *, now_s: float) -> bool:
@@ -211,7 +218,6 @@ class CostModel:
         trials.credit_s += _TRIAL_SHARE * best_s
         trials.turns_since_trial += 1
         if choice.reason == "trial":
-            trials.credit_s -= choice.estimates_s[choice.way] - best_s
             trials.turns_since_trial = 0
         self._open[nonce] = key, choice, situation
         if len(self._open) > self._max_sessions:

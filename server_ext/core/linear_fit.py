@@ -29,6 +29,10 @@ _GATE: Final = 3.5
 _MAX_SINCE_ASIDE: Final = 8
 # News change rates rather than fixed costs: a link gets slower, the call over it stays a call.
 _FIXED_MOBILITY: Final = 0.3
+# Of one observation: after some dozens nobody hopes for what was before them.
+_HOPE_FADES: Final = 0.02
+# Hope has an end: nothing gets ten times faster by being known better.
+_LEAST_HOPE: Final = 0.1
 # Whatever is observed, an expectation stays a positive number.
 _MIN_S: Final = 1e-9
 _MAX_S: Final = 1e9
@@ -42,12 +46,13 @@ class LinearFit:
             this costs however little there is to do.
     """
 
-    __slots__ = ("_aside", "_num_since_aside", "_priors", "_scale", "_values", "_variances", "num_observed")
+    __slots__ = ("_aside", "_hopes", "_num_since_aside", "_priors", "_scale", "_values", "_variances", "num_observed")
 
     def __init__(self, *priors: float) -> None:
         self.num_observed = 0
         self._priors = priors
         self._values = [1.0] * len(priors)
+        self._hopes = self._values
         self._scale = 1.0
         self._variances = [1.0] * len(priors)
         self._aside: tuple[Sequence[float], float] | None = None
@@ -65,9 +70,22 @@ class LinearFit:
             total += feature * prior * value
         return max(total, _MIN_S)
 
+    def hope_s(self, *features: float) -> float:
+        """Return the seconds that this may take with some luck; always above 0.
+
+        It is what it was at its best, lately, less what the expectation may be wrong by.
+        """
+        total, variance = 0.0, 0.0
+        for feature, prior, hope, spread in zip(features, self._priors, self._hopes, self._variances, strict=True):
+            unit = feature * prior
+            total += unit * hope
+            variance += unit * unit * spread
+        expected_s = self.expect_s(*features)
+        return max(min(total, expected_s) - math.sqrt(variance), _LEAST_HOPE * expected_s, _MIN_S)
+
     def take_from(self, other: "LinearFit") -> None:
         """Believe what another fit of the same shape has learned; nothing counts as observed here."""
-        self._values = [c / prior for c, prior in zip(other.coefficients, self._priors, strict=True)]
+        self._values = self._hopes = [c / prior for c, prior in zip(other.coefficients, self._priors, strict=True)]
         self._scale = sum(self._values) / len(self._values)
         self._loosen(1.0)
 
@@ -79,6 +97,7 @@ class LinearFit:
         expected_s = self.expect_s(*features)
         if self.num_observed == 1:
             self._scale_by(seconds / expected_s)
+            self._hopes = list(self._values)
         elif not self._is_strange(seconds, expected_s, features):
             self._num_since_aside += 1
             self._learn(seconds, features)
@@ -132,6 +151,9 @@ class LinearFit:
             value = self._values[i] = max(self._values[i] + a / total * surprise_s, 0.0)
             shrunk = self._variances[i] * (1 - a * u / total)
             self._variances[i] = shrunk + (_WALK_SHARE * max(value, least)) ** 2
+        hoped_s = sum([hope * u for hope, u in zip(self._hopes, units, strict=True)])
+        fades = 1.0 if self.expect_s(*features) <= hoped_s else _HOPE_FADES
+        self._hopes = [hope + fades * (value - hope) for hope, value in zip(self._hopes, self._values, strict=True)]
 
 
 def _noise(seconds: float) -> float:

@@ -6,6 +6,7 @@ borrow from their likes: appending from prefilling (the same model), a pair's ha
 way round (the same link). Pure; imports `linear_fit` only.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -57,6 +58,8 @@ class ConstantRates:
 # What a call to an engine costs beyond its computation, on fast machines; and a step that generates.
 _PREFILL_FIXED_S: Final = 0.010
 _DECODE_STEP_S: Final = 0.020
+# So many appends say little about the shape of their cost.
+_FEW: Final = 4
 # Of a new observation in a running mean; it counts as at most so many times what was expected.
 _WEIGHT: Final = 0.1
 _MAX_RATIO: Final = 3.0
@@ -89,26 +92,40 @@ class LearnedRates:
         self._prior = prior = prior if prior is not None else ConstantRates()
         token_s = 1 / prior.prefill_tokens_per_s
         priors = _PREFILL_FIXED_S, token_s, token_s / prior.attention_tokens
+        self._compute_priors = priors
         self._prefill, self._append = LinearFit(*priors), LinearFit(*priors)
+        self._first_appends: list[tuple[float, tuple[float, ...]]] = []
         self._pairs: dict[str, _Pair] = {}
         self._default_pair = _Pair(prior)
         self._decode_step_s: float | None = None
         self._stall_token_s: float | None = None
+        self._expect = LinearFit.expect_s
+        self._is_hopeful = False
+
+    def hoped(self) -> "LearnedRates":
+        """Return a view of these rates as they are at their best: engines as fast as lately, links as the prior's.
+
+        A link can be repaired from one moment to the next; what a way would cost then tells whether trying it pays.
+        Not for observing, and only for now.
+        """
+        view = copy.copy(self)
+        view._expect, view._is_hopeful = LinearFit.hope_s, True  # noqa: SLF001 (of this class)
+        return view
 
     # ---------------------------------------------------------------- what things cost
 
     def prefill_s(self, num_tokens: int, *, num_cached: int = 0) -> float:
         """Return how long P takes to compute `num_tokens` behind `num_cached` tokens, the call included."""
-        return self._prefill.expect_s(1, num_tokens, num_tokens * (2 * num_cached + num_tokens))
+        return self._expect(self._prefill, 1, num_tokens, num_tokens * (2 * num_cached + num_tokens))
 
     def append_s(self, num_tokens: int, *, num_cached: int = 0) -> float:
         """Return how long D takes to compute `num_tokens` behind `num_cached` tokens, up to the first new token."""
         fit = self._append if self._append.num_observed else self._prefill
-        return fit.expect_s(1, num_tokens, num_tokens * (2 * num_cached + num_tokens))
+        return self._expect(fit, 1, num_tokens, num_tokens * (2 * num_cached + num_tokens))
 
     def compute_s(self, num_tokens: int, *, num_cached: int = 0) -> float:
         """Return the part of `prefill_s` that is computing."""
-        return self._prefill.expect_s(0, num_tokens, num_tokens * (2 * num_cached + num_tokens))
+        return self._expect(self._prefill, 0, num_tokens, num_tokens * (2 * num_cached + num_tokens))
 
     def stall_s(self, num_tokens: int, *, num_cached: int = 0) -> float:
         """Return how long computing so many tokens on D holds up each request that generates there meanwhile."""
@@ -120,16 +137,20 @@ class LearnedRates:
         """Return how long P takes to read so many bytes from D, a pair's first read apart."""
         known = self._pairs.get(pair, self._default_pair)
         if known.fetch.num_observed or not known.handover.num_observed:
-            return known.fetch.expect_s(1, num_bytes)
-        fixed_s, byte_s = known.handover.coefficients
-        return max(fixed_s - self.decode_step_s, 0.0) + byte_s * num_bytes
+            seconds = known.fetch.expect_s(1, num_bytes)
+        else:
+            fixed_s, byte_s = known.handover.coefficients
+            seconds = max(fixed_s - self.decode_step_s, 0.0) + byte_s * num_bytes
+        return min(seconds, self._prior.fetch_s(num_bytes)) if self._is_hopeful else seconds
 
     def handover_s(self, num_bytes: int, *, pair: str = "") -> float:
         """Return how long it takes from P's answer to the first token, of which D reads so many bytes from P."""
         known = self._pairs.get(pair, self._default_pair)
         if known.handover.num_observed or not known.fetch.num_observed:
-            return known.handover.expect_s(1, num_bytes)
-        return known.fetch.expect_s(1, num_bytes) + self.decode_step_s
+            seconds = known.handover.expect_s(1, num_bytes)
+        else:
+            seconds = known.fetch.expect_s(1, num_bytes) + self.decode_step_s
+        return min(seconds, self._prior.fetch_s(num_bytes) + self.decode_step_s) if self._is_hopeful else seconds
 
     def bytes_s(self, num_bytes: int, *, pair: str = "") -> float:
         """Return how long so many bytes take on the link, without any fixed cost."""
@@ -156,12 +177,24 @@ class LearnedRates:
     def observe_prefill(self, seconds: float, num_tokens: int, *, num_cached: int = 0) -> None:
         """Learn from P's work on a prompt, without its fetch."""
         self._prefill.observe(seconds, 1, num_tokens, num_tokens * (2 * num_cached + num_tokens))
+        if 0 < len(self._first_appends) < _FEW:
+            self._read_first_appends()
 
     def observe_append(self, seconds: float, num_tokens: int, *, num_cached: int = 0) -> None:
         """Learn from D's work on a prompt, up to its first new token."""
-        if not self._append.num_observed:
-            self._append.take_from(self._prefill)
-        self._append.observe(seconds, 1, num_tokens, num_tokens * (2 * num_cached + num_tokens))
+        features = (1.0, num_tokens, num_tokens * (2 * num_cached + num_tokens))
+        if len(self._first_appends) < _FEW:
+            self._first_appends.append((seconds, features))
+            self._read_first_appends()
+        else:
+            self._append.observe(seconds, *features)
+
+    def _read_first_appends(self) -> None:
+        """Read the few appends that there were again, in the shape that prefilling has by now: one tells a speed only."""
+        self._append = LinearFit(*self._compute_priors)
+        self._append.take_from(self._prefill)
+        for seconds, features in self._first_appends:
+            self._append.observe(seconds, *features)
 
     def observe_fetch(self, seconds: float, num_bytes: int, *, pair: str = "") -> None:
         """Learn from P's read; a pair's first one, with its handshake, stands apart."""
