@@ -190,7 +190,7 @@ class LearnedRates:
             self._append.observe(seconds, *features)
 
     def _read_first_appends(self) -> None:
-        """Read the few appends that there were again, in the shape that prefilling has by now: one tells a speed only."""
+        """Read the few appends again in the shape that prefilling has by now: one of them tells a speed only."""
         self._append = LinearFit(*self._compute_priors)
         self._append.take_from(self._prefill)
         for seconds, features in self._first_appends:
