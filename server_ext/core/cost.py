@@ -7,12 +7,15 @@ For a prompt of N tokens of which D's lease holds m and P's own cache may hold h
 - `prefill`: P computes N - h tokens, and D reads the N - m that it lacks.
 
 To each comes the wait for what was sent the same way a moment ago. `recompute`, all of it on P, is never the cheapest;
-it is the yardstick. `cost_model` chooses. Pure; imports `rates` and `records` for their types.
+it is the yardstick. `cost_model` chooses. Pure; imports `bidikv_sdk.wire`, and `rates` and `records` for
+their types.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+from bidikv_sdk.wire import ChosenBy
 
 if TYPE_CHECKING:
     from .rates import LearnedRates
@@ -22,7 +25,7 @@ Way: TypeAlias = Literal["local", "fetch", "prefill", "recompute"]
 WAYS: Final[tuple[Way, ...]] = ("local", "fetch", "prefill")
 """That can be chosen."""
 
-ChoiceReason: TypeAlias = Literal["cheapest", "guard", "trial", "only", "forced"]
+ChoiceReason: TypeAlias = ChosenBy | Literal["forced"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +84,7 @@ class Choice:
     estimates_s: Mapping[Way, float]
     """Expected seconds from the begin to the first token, of each way that is possible."""
     reason: ChoiceReason
-    """`guard`: `local` was cheaper, but streams on D have waited enough; `trial`: to see whether a way got faster;
-    `only`: no other was possible."""
+    """As in `bidikv_sdk.wire`; or `forced`, by the caller or a setting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +100,11 @@ class Observed:
     handover_s: float | None = None
     """From P's answer (without P: from the begin) to the first token."""
     pair: str | None = None
-    """The P that answered, or failed to; None where none was asked."""
-    failure: Literal["prefill", "read"] | None = None
-    """P did not answer, or did, but its read failed."""
+    """The P that answered; None where none did."""
+    failed_pairs: tuple[str, ...] = ()
+    """The Ps that were asked and did not answer."""
+    is_read_failed: bool = False
+    """P answered, but its read failed or was late, so it computed instead."""
 
 
 def estimate_s(way: Way, situation: Situation, rates: "LearnedRates", *, token_bytes: float) -> float:

@@ -126,16 +126,15 @@ class CostModel:
         if choice.reason == "trial":
             taken_s = (observed.prefill_s or 0.0) + (observed.handover_s or 0.0)
             self._trials.credit_s -= taken_s - min(choice.estimates_s.values())
-        is_recompute = choice.way == "recompute"
-        if observed.pair is not None:
-            self._learn_peer(observed.pair, observed, situation, learns_share=not is_recompute, now_s=now_s)
-        if observed.failure == "prefill":
-            return
+        for pair in observed.failed_pairs:
+            self._pause(pair, now_s=now_s)
         if observed.pair is None:
             self._learn_append(observed, situation)
             return
+        is_recompute = choice.way == "recompute"  # its blocks lie under salts of their own, on P and on D
         self._learn_pair(observed.pair, observed, situation, learns_handover=not is_recompute)
-        if not is_recompute:  # its blocks lie under a salt of their own
+        if not is_recompute:
+            self._learn_share(observed.pair, observed, situation)
             self._prefilled[key] = observed.pair, observed.prompt_tokens
             self._prefilled.move_to_end(key)
             if len(self._prefilled) > self._max_sessions:
@@ -242,17 +241,16 @@ class CostModel:
 
     # ---------------------------------------------------------------- learning
 
-    def _learn_peer(
-        self, pair: str, observed: Observed, situation: Situation, *, learns_share: bool, now_s: float
-    ) -> None:
+    def _pause(self, pair: str, *, now_s: float) -> None:
+        """Leave a P alone that did not answer."""
         peer = self._peers.setdefault(pair, _Peer())
-        if observed.failure == "prefill":
-            peer.paused_until_s = now_s + min(_FIRST_PAUSE_S * 2**peer.num_failures, _MAX_PAUSE_S)
-            peer.num_failures = min(peer.num_failures + 1, _MAX_FAILURES)
-            peer.busy_until_s = now_s
-            return
-        peer.num_failures, peer.paused_until_s = 0, -math.inf
-        if learns_share and situation.cached_tokens > 0 and situation.pair == pair:
+        peer.paused_until_s = now_s + min(_FIRST_PAUSE_S * 2**peer.num_failures, _MAX_PAUSE_S)
+        peer.num_failures = min(peer.num_failures + 1, _MAX_FAILURES)
+        peer.busy_until_s = now_s
+
+    def _learn_share(self, pair: str, observed: Observed, situation: Situation) -> None:
+        peer = self._peers.setdefault(pair, _Peer())
+        if situation.cached_tokens > 0 and situation.pair == pair:
             share = min(observed.reused_tokens / situation.cached_tokens, 1.0)
             peer.cached_share += _SHARE_WEIGHT * (share - peer.cached_share)
 
@@ -263,13 +261,14 @@ class CostModel:
             self.rates.observe_append(seconds, observed.prompt_tokens - num_cached, num_cached=num_cached)
 
     def _learn_pair(self, pair: str, observed: Observed, situation: Situation, *, learns_handover: bool) -> None:
-        rates = self.rates
+        rates, peer = self.rates, self._peers.setdefault(pair, _Peer())
+        peer.num_failures, peer.paused_until_s = 0, -math.inf
         num_cached = min(observed.reused_tokens + observed.fetched_tokens, observed.prompt_tokens - 1)
         num_computed = observed.prompt_tokens - num_cached
         num_bytes = round(observed.fetched_tokens * self._token_bytes)
         if observed.prefill_s is not None:
             seconds = _without(observed.prefill_s - (observed.fetch_s or 0.0), situation.prefill_wait_s)
-            if observed.failure == "read":
+            if observed.is_read_failed:
                 # What the read would have spared was lost waiting for it: it cost all but the computing.
                 num_bytes = round(situation.held_tokens * self._token_bytes)
                 lost_s = seconds - rates.prefill_s(num_computed, num_cached=num_cached)

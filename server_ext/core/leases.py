@@ -12,7 +12,7 @@ prefix}` and its neighbours.
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from bidikv_sdk.prefix import common_prefix_length, num_blocks
 from bidikv_sdk.wire import LeaseInfo, PoolInfo
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from .metrics import Counts, Snapshot
     from .ports import BlockPins
     from .settings import HomeSettings
+
+WantsTicket: TypeAlias = Callable[[int, int | None], bool]
+"""Says whether a reader is to read, from the number of matching tokens and the index of the first other one."""
 
 # A turn may last longer than this, but whoever waits for one should see its end soon.
 TURN_RETRY_AFTER_S: Final = 0.2
@@ -75,7 +78,7 @@ class LeaseTable:
         fingerprint: str,
         *,
         now_s: float,
-        want_ticket: bool,
+        want_ticket: "bool | WantsTicket",
         nonce: str,
     ) -> Begun:
         """Begin a turn: renew the session's lease for it, and open a ticket on what matches the prompt.
@@ -88,7 +91,7 @@ class LeaseTable:
             prompt_ids: [num_tokens], the whole prompt.
             fingerprint: of the model, weights, adapter and salt that the turn runs with.
             now_s: monotonic seconds.
-            want_ticket: whether a reader is to read the matching blocks.
+            want_ticket: whether a reader is to read the matching blocks; or what says so once it is known how many.
             nonce: the turn's name, new and unguessable.
 
         Raises:
@@ -111,7 +114,7 @@ class LeaseTable:
         num_matched = min(common_prefix_length(lease.token_ids, prompt_ids), lease.num_tokens)
         diverged_at = num_matched if num_matched < min(lease.num_tokens, len(prompt_ids)) else None
         ticket, ticket_reason = None, None
-        if want_ticket and num_matched:
+        if num_matched and (want_ticket(num_matched, diverged_at) if callable(want_ticket) else want_ticket):
             ticket, ticket_reason = self._check_out(turn, lease, num_matched, now_s=now_s)
         return Begun(lease.num_tokens, num_matched, diverged_at, slot.reason, ticket, ticket_reason)
 
