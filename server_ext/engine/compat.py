@@ -55,6 +55,7 @@ __all__ = [
     "RequestStatus",
     "SamplingParams",
     "VLLMError",
+    "attention_tokens",
     "call_control",
     "create_error_response",
     "guard_allocations",
@@ -337,6 +338,17 @@ def pause_nixl_progress_thread(delay_us: int) -> None:
 
     build_with_pause.bidikv_paused = True  # type: ignore[attr-defined]
     nixl_api.nixlBind.nixlAgent = build_with_pause
+
+
+def attention_tokens(vllm_config: VllmConfig) -> float:
+    """Return the length of a prompt at which attention costs as much as the weights, of a dense model's shape."""
+    model = vllm_config.model_config
+    parallel, config = vllm_config.parallel_config, model.hf_text_config
+    hidden, attention = model.get_hidden_size(), model.get_num_attention_heads(parallel) * model.get_head_size()
+    key_value = model.get_num_kv_heads(parallel) * model.get_head_size()
+    feed_forward = getattr(config, "intermediate_size", None) or 4 * hidden
+    num_weights_per_layer = 2 * hidden * (attention + key_value) + 3 * hidden * feed_forward
+    return float(num_weights_per_layer / attention)
 
 
 def is_cpu_platform() -> bool:

@@ -49,8 +49,8 @@ MODEL = "tiny"
 
 
 def make_settings(**changes: Any) -> EngineSettings:
-    """Return D's settings: one P, no minimum for a ticket."""
-    home = HomeSettings(budget_fraction=1.0, min_fetch_tokens=1)
+    """Return D's settings: one P, fetches where the caller says nothing, no minimum for a ticket."""
+    home = HomeSettings(budget_fraction=1.0, min_fetch_tokens=1, default_route="fetch")
     values = {
         "role": "decode",
         "secret": SECRET,
