@@ -221,7 +221,9 @@ class Conductor:
                     if not chunk["choices"]:
                         try:
                             report = await said.settle(dict(total.completion()))
-                            chunk = {**(chunk if wants_usage else last), **report}
+                            # vLLM's own last chunk names the system.
+                            named = {"system_fingerprint": chunk.get("system_fingerprint")}
+                            chunk = {**(chunk if wants_usage else {**last, **named}), **report}
                         except Refused as refused:
                             chunk = {"error": refused.info.to_json()}
                         yield _event(chunk)
@@ -313,5 +315,6 @@ async def _as_events(completion: dict[str, Any]) -> AsyncIterator[str]:
         message["tool_calls"] = [{**call, "index": i} for i, call in enumerate(message["tool_calls"])]
     base = {name: completion.get(name) for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     yield _event({**base, "choices": [{"index": 0, "delta": message, "finish_reason": choice["finish_reason"]}]})
-    yield _event({**base, "choices": [], "usage": completion.get("usage"), "bidikv": completion["bidikv"]})
+    last = {name: completion.get(name) for name in ("usage", "system_fingerprint", "bidikv")}
+    yield _event({**base, "choices": [], **last})
     yield _DONE
