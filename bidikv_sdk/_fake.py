@@ -327,7 +327,8 @@ def _cache_report(
     route: str,
     place: Place | None,
 ) -> CacheReport:
-    held_tokens = min(session.num_tokens, prompt_tokens)
+    # A history that was cut may be shorter than what is held.
+    held_tokens = session.num_tokens if place is not None else min(session.num_tokens, prompt_tokens)
     changed = place.changed if place is not None else None
     matched_tokens = min(held_tokens, place.common_tokens) if place is not None else held_tokens
     by_route: dict[str, Outcome] = {"local": "local", "prefill": "prefilled", "recompute": "recomputed"}

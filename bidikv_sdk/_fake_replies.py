@@ -95,15 +95,17 @@ def chunks_of(completion: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield chunks that say the same as the completion: text by words, tool-call arguments in two pieces."""
     choice = completion["choices"][0]
     message = choice["message"]
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
+    deltas: list[dict[str, Any]] = []
     for name in ("reasoning", "content"):
         deltas += [{name: word} for word in (message[name] or "").replace(" ", "\0 ").split("\0") if word]
     for index, call in enumerate(message.get("tool_calls", ())):
         arguments = call["function"]["arguments"]
         half = len(arguments) // 2
-        first = {**call, "index": index, "function": {**call["function"], "arguments": arguments[:half]}}
+        head = {**call, "index": index, "function": {**call["function"], "arguments": arguments[:half]}}
         rest = {"index": index, "function": {"arguments": arguments[half:]}}
-        deltas += [{"tool_calls": [first]}, {"tool_calls": [rest]}]
+        deltas += [{"tool_calls": [head]}, {"tool_calls": [rest]}]
+    first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    yield {**_chunk(completion, [first]), "prompt_token_ids": None, "prompt_text": None}
     said = {"index": 0, "logprobs": None, "finish_reason": None, "token_ids": None}
     for delta in deltas:
         yield _chunk(completion, [{**said, "delta": delta}])
@@ -115,7 +117,8 @@ def whole_chunk_of(completion: Mapping[str, Any]) -> dict[str, Any]:
     """Return one chunk with the whole message, as the stored reply of a repeated turn is streamed."""
     choice = completion["choices"][0]
     calls = [{**call, "index": index} for index, call in enumerate(choice["message"].get("tool_calls", ()))]
-    delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
+    said = {name: value for name, value in choice["message"].items() if value or name in {"role", "content"}}
+    delta = {**said, **({"tool_calls": calls} if calls else {})}
     return _chunk(completion, [{"index": 0, "delta": delta, "finish_reason": choice["finish_reason"]}])
 
 

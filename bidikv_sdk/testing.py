@@ -379,8 +379,8 @@ class FakeServer:
                 self._store.complete(turn)
             raise Broken(*_BROKEN)
         last = last_chunk_of(self._store.complete(turn))
-        if not wants_usage:  # the report lies in the chunk that ends the text
-            last = {**finish, **({"bidikv": last["bidikv"]} if "bidikv" in last else {})}
+        if not wants_usage:  # what it would carry lies in the chunk that ends the text
+            last = {**finish, **{name: last[name] for name in ("system_fingerprint", "bidikv") if name in last}}
         yield event_of(last)
         yield b"data: [DONE]\n\n"
 
