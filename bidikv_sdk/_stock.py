@@ -28,8 +28,8 @@ _AsyncT_co = TypeVar("_AsyncT_co", covariant=True)
 
 # What a session can serve; the base URL ends before.
 _ROUTES: Final = ("/chat/completions", "/messages")
-# They say who calls, and so whose the session is.
-_KEY_HEADERS: Final = ("authorization", "x-api-key")
+# It says who calls, and so whose the session is.
+_KEY_HEADER: Final = "Authorization"
 _REPLACED_HEADERS: Final = frozenset({"content-length", "transfer-encoding"})
 # As many as OpenAI's own client opens. vLLM closes idle connections after 5 s: better to be first.
 _LIMITS: Final = {"max_connections": 1000, "max_keepalive_connections": 100, "keepalive_expiry": 3.0}
@@ -111,7 +111,7 @@ class _Marking:
         )
         url = str(request.url).partition("?")[0]
         base_url = url[: -len(next(route for route in _ROUTES if url.endswith(route)))]
-        keys = {name: request.headers[name] for name in _KEY_HEADERS if name in request.headers}
+        keys = {_KEY_HEADER: request.headers[_KEY_HEADER]} if _KEY_HEADER in request.headers else {}
         session.sent_to(Server(self._module, self._inner, base_url, keys, self._clock))
         return marked
 
