@@ -11,6 +11,7 @@ only `error`, the error object of the wire, with nothing changed. Pure; may impo
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from bidikv_sdk.wire import SessionInfo
@@ -127,11 +128,19 @@ class Home:
         return {"info": self._info(key, now_s=now_s)}
 
     def load(
-        self, *, tenant: str, session_id: str, turn: int | None, idempotency_key: str, now_s: float
+        self,
+        *,
+        tenant: str,
+        session_id: str,
+        turn: int | None,
+        idempotency_key: str,
+        now_s: float,
+        parent_id: str | None = None,
     ) -> dict[str, Any]:
         """Return what the conductor of turn number `turn` (None: the next) renders from; refuse one that cannot begin.
 
-        A first turn opens an unknown session. The result has `transcript` (the chunks), `token_ids` (packed
+        A first turn opens an unknown session; as a fork of `parent_id`, where that is known and does not run, if its
+        number is not given. The result has `transcript` (the chunks), `token_ids` (packed
         int32, empty where not known), `id_counts` (how many of them the history had behind each chunk), `revision`
         (of the history), `incarnation`, and `reply` None. Where the turn is a repetition, it has only the stored
         `reply` beside `info`.
@@ -139,7 +148,13 @@ class Home:
         self.sweep(now_s=now_s)
         key = (tenant, session_id)
         if turn in {1, None} and self._sessions.get(key) is None:
-            self._sessions.open(key, b"", turn=0, replace=False, now_s=now_s)
+            if turn is None and parent_id is not None:
+                with suppress(HomeError):
+                    self.fork(
+                        tenant=tenant, session_id=parent_id, child_id=session_id, at_turn=None, ttl_s=None, now_s=now_s
+                    )
+            if self._sessions.get(key) is None:
+                self._sessions.open(key, b"", turn=0, replace=False, now_s=now_s)
         reply = self._sessions.check_turn(key, turn, idempotency_key, now_s=now_s)
         if reply is not None:
             return {"info": self._info(key, now_s=now_s), "reply": reply}

@@ -119,7 +119,12 @@ OPS: Final[Mapping[str, Mapping[str, Reader]]] = MappingProxyType(
             "turn": optional(count, 0),
             "replace": optional(flag, default=False),
         },
-        "load": {**_KEY, "turn": optional(count, None), "idempotency_key": optional(text, "")},
+        "load": {
+            **_KEY,
+            "turn": optional(count, None),
+            "idempotency_key": optional(text, ""),
+            "parent_id": optional(text, None),
+        },
         "begin": {
             **_KEY,
             "turn": count,

@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, K
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPullConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ChatCompletionRequest",
+    "ChatCompletionResponse",
     "EngineDeadError",
     "KVConnectorRole",
     "KVConnectorWorkerMetadata",
