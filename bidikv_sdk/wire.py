@@ -244,6 +244,8 @@ class SessionInfo(_Record):
     """None except in the reply to a turn."""
     pool: PoolInfo
     protocol: int = PROTOCOL
+    last_turn: CacheReport | None = None
+    """Report of the last completed turn, in replies to get and list only; None where there is none."""
 
     @classmethod
     def from_json(cls, data: object) -> Self:
@@ -257,7 +259,7 @@ class SessionInfo(_Record):
         if protocol != PROTOCOL:
             msg = f"the peer speaks protocol {protocol}, this package speaks {PROTOCOL}: upgrade the older one"
             raise ProtocolError(msg)
-        cache = get.value("cache")
+        cache, last_turn = get.value("cache"), get.value_or_none("last_turn")
         return cls(
             session=get.text("session"),
             turn=get.count("turn"),
@@ -265,6 +267,7 @@ class SessionInfo(_Record):
             cache=None if cache is None else CacheReport.from_json(cache),
             pool=PoolInfo.from_json(get.value("pool")),
             protocol=protocol,
+            last_turn=None if last_turn is None else CacheReport.from_json(last_turn),
         )
 
 
@@ -355,6 +358,9 @@ class _Reader:
             msg = f"{self._name}.{key} is missing"
             raise ProtocolError(msg)
         return self._data[key]
+
+    def value_or_none(self, key: str) -> object:
+        return self._data.get(key)
 
     def text(self, key: str) -> str:
         value = self.value(key)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .ports import BlockPins
     from .rates import Rates
     from .records import Begun, Key, Ticket
+    from .session_record import Session
     from .settings import HomeSettings
 
 
@@ -211,17 +212,19 @@ class Home:
         reply: bytes,
         ttl_s: Any,
         ended_by: str = "stop",
+        report: bytes = b"",
         now_s: float,
     ) -> dict[str, Any]:
         """Append a finished turn to its session, and make what it pinned the session's lease.
 
         `token_ids` are all ids of the history with this turn, of which the answer kept `num_tokens_kept`;
         `chunk` is its part of the transcript, and `reply` what a repetition gets. `ended_by` is `tool:<name>` where
-        the reply calls a tool, else a finish reason: it tells how soon the next turn may come.
+        the reply calls a tool, else a finish reason: it tells how soon the next turn may come. `report` is what the
+        turn's cache did, for `get` and `list`.
         """
         ttl_s = self._leases.checked_ttl_s(ttl_s)
         # The record first: it cannot fail behind this line, and dropping others for it frees budget.
-        session = self._sessions.complete_turn(nonce, token_ids, chunk, reply, now_s=now_s)
+        session = self._sessions.complete_turn(nonce, token_ids, chunk, reply, now_s=now_s, report=report)
         self._leases.settle(nonce, num_tokens_kept, ttl_s=ttl_s, now_s=now_s, token_ids=token_ids)
         self._gaps.ended(session.key, ended_by, now_s=now_s)
         return {"info": self._info(session.key, now_s=now_s)}
@@ -288,25 +291,21 @@ class Home:
         return {"info": info}
 
     def get(self, *, tenant: str, session_id: str, now_s: float) -> dict[str, Any]:
-        """Look at a session without using it; the result also has `is_running`."""
+        """Look at a session without using it; the result also has `is_running` and `last_report` (see `settle`)."""
         self.sweep(now_s=now_s)
         key = (tenant, session_id)
         session = self._sessions.get(key)
         if session is None:
             msg = f"session {session_id!r} is not known here: open it again with its full history"
             raise SessionNotFound(msg)
-        return {"info": self._info(key, now_s=now_s), "is_running": session.open_turn is not None}
+        return self._shown(session, now_s=now_s)
 
     def list_sessions(self, *, tenant: str | None, now_s: float) -> dict[str, Any]:
-        """List the sessions of a tenant, or all: `sessions`, each with `tenant`, `info` and `is_running`."""
+        """List the sessions of a tenant, or all: `sessions`, each with `tenant` and what `get` returns."""
         self.sweep(now_s=now_s)
         return {
             "sessions": [
-                {
-                    "tenant": session.key[0],
-                    "info": self._info(session.key, now_s=now_s),
-                    "is_running": session.open_turn is not None,
-                }
+                {"tenant": session.key[0], **self._shown(session, now_s=now_s)}
                 for session in self._sessions
                 if tenant is None or session.key[0] == tenant
             ]
@@ -351,6 +350,13 @@ class Home:
     def _forget(self, key: "Key", now_s: float) -> None:
         self._leases.forget(key, now_s=now_s)
         self._gaps.forget(key)
+
+    def _shown(self, session: "Session", *, now_s: float) -> dict[str, Any]:
+        return {
+            "info": self._info(session.key, now_s=now_s),
+            "is_running": session.open_turn is not None,
+            "last_report": session.last_report,
+        }
 
     def _info(self, key: "Key", *, now_s: float) -> dict[str, Any]:
         session = self._sessions.get(key)

@@ -103,6 +103,7 @@ OPS: Final[Mapping[str, Mapping[str, Reader]]] = MappingProxyType(
             "reply": data,
             "ttl_s": anything,
             "ended_by": optional(text, "stop"),
+            "report": optional(data, b""),
         },
         "abandon": {"nonce": text, "return_ticket": flag},
         "return_ticket": {"ticket_id": text, "read_age_s": optional(seconds, None)},
