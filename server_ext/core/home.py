@@ -202,7 +202,7 @@ class Home:
             "ticket_reason": begun.ticket_reason,
         }
 
-    def settle(
+    def settle(  # noqa: PLR0913 (the fields of one operation)
         self,
         *,
         nonce: str,

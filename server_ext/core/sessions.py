@@ -293,8 +293,7 @@ class SessionTable:
         session.append(chunk, token_ids)
         # Nobody can ask again for a turn without a key.
         session.last_reply = (open_turn.idempotency_key, reply) if open_turn.idempotency_key else None
-        session.last_report = report
-        session.is_reopened = False
+        session.last_report, session.is_reopened = report, False
         self._changed(session)
         while self._num_bytes > self._settings.max_session_bytes and self._idle:
             self._drop(self._longest_idle(), now_s=now_s)
