@@ -34,11 +34,6 @@ app = typer.Typer(
 _FOLLOW_POLL_S = 0.25
 
 
-app.command()(analyze)
-app.command()(doctor)
-app.command()(top)
-app.add_typer(session.app, name="session")
-
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -150,6 +145,13 @@ def logs(
             if not follow:
                 return
             time.sleep(_FOLLOW_POLL_S)
+
+
+# The help lists commands in this order.
+app.command()(top)
+app.command()(doctor)
+app.command()(analyze)
+app.add_typer(session.app, name="session")
 
 
 def _read_state() -> StackState | None:
