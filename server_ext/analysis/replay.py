@@ -63,6 +63,10 @@ class NumberPool:
         """Return all references on a block."""
         return int(self._references[block_id])
 
+    def seals(self, block_ids: Sequence[int]) -> list[object | None]:
+        """Seal nothing: a replay does not know what other requests would have written over."""
+        return [None] * len(block_ids)
+
     def num_free_blocks(self) -> int:
         """Return the number of free blocks."""
         return self._num_free

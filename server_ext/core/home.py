@@ -68,6 +68,7 @@ class Home:
         rates: "Rates | None" = None,
     ) -> None:
         self.incarnation = incarnation
+        self._settings = settings
         self._secret = secret
         self._make_address = make_address
         self._new_nonce = new_nonce
@@ -222,7 +223,7 @@ class Home:
         the reply calls a tool, else a finish reason: it tells how soon the next turn may come. `report` is what the
         turn's cache did, for `get` and `list`.
         """
-        ttl_s = self._leases.checked_ttl_s(ttl_s)
+        ttl_s = self._settings.checked_ttl_s(ttl_s)
         # The record first: it cannot fail behind this line, and dropping others for it frees budget.
         session = self._sessions.complete_turn(nonce, token_ids, chunk, reply, now_s=now_s, report=report)
         self._leases.settle(nonce, num_tokens_kept, ttl_s=ttl_s, now_s=now_s, token_ids=token_ids)
@@ -267,7 +268,7 @@ class Home:
         if child_id == session_id:
             msg = f"child_id is {child_id!r}, the session itself: give the child another id"
             raise InvalidRequest(msg, param="child_id")
-        ttl_s = None if ttl_s is None else self._leases.checked_ttl_s(ttl_s)
+        ttl_s = None if ttl_s is None else self._settings.checked_ttl_s(ttl_s)
         key, child_key = (tenant, session_id), (tenant, child_id)
         child, is_new = self._sessions.fork(key, child_key, at_turn, now_s=now_s)
         if is_new:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm import SamplingParams
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPullConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
@@ -46,6 +46,7 @@ __all__ = [
     "ChatCompletionRequest",
     "EngineDeadError",
     "KVConnectorRole",
+    "KVConnectorWorkerMetadata",
     "NixlBaseConnector",
     "NixlPullConnector",
     "NixlPullConnectorScheduler",

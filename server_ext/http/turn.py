@@ -74,7 +74,10 @@ class Clock:
 
 @dataclass(slots=True)
 class Reply:
-    """What the engine generated so far."""
+    """What the engine generated so far.
+
+    - `num_cached_tokens`: of the prompt, in D's own prefix cache or read from P; all of it where that read went well.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -250,7 +253,7 @@ class Turn:
         """Say where the prompt's KV cache came from, and why."""
         plan = self.plan
         num_prompt = len(plan.prompt.token_ids)
-        if self._prefilled is not None:
+        if self._prefilled is not None and not self._handover_failed():
             fetched, reused = self._prefilled.fetched_tokens, self._prefilled.local_tokens
             outcome: Outcome = "fetched" if fetched else "prefilled" if reused else "recomputed"
         else:
@@ -268,8 +271,14 @@ class Turn:
             timings_s=self._timings(),
         )
 
+    def _handover_failed(self) -> bool:
+        """Tell whether D computed the prompt itself after all, for it could not read what P had computed."""
+        return self._prefilled is not None and self._reply.num_cached_tokens < len(self.plan.prompt.token_ids)
+
     def _reason(self) -> Reason:
         plan = self.plan
+        if self._handover_failed():
+            return "read_failed"
         if self._prefill_reason is not None:
             return self._prefill_reason
         if self._prefilled is not None and self._prefilled.reason is not None:
