@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _stack_of(item: pytest.Item) -> int:
     fixtures = getattr(item, "fixturenames", ())
-    return next((index for index, name in enumerate(("keyed", "wide"), 1) if name in fixtures), 0)
+    return next((index for index, name in enumerate(("keyed", "wide", "clinic"), 1) if name in fixtures), 0)
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ class Stacks:
         """End what runs."""
         if self._running is not None:
             self._running.close()
-        self._running = None
+        self._running, self._name = None, ""
 
 
 class Rig:
