@@ -41,7 +41,7 @@ def analyze(
     try:
         from server_ext.analysis.hardware import find_gpu, find_link, find_model
         from server_ext.analysis.limits import Limits
-        from server_ext.analysis.replay import make_settings
+        from server_ext.analysis.memory import make_settings
         from server_ext.analysis.report import Options
     except ModuleNotFoundError as error:
         if error.name not in {"numpy", "msgspec"}:
