@@ -1,4 +1,4 @@
-"""The commands of `bidikv`: `up`, `down`, `status`, `logs`, and `analyze` (in a module of its own).
+"""The commands of `bidikv`: `up`, `down`, `status`, `logs`; `analyze`, `rates` and `simulate` in modules of their own.
 
 Each imports what it needs when it runs, so that `bidikv --help` is instant. Results go to standard output
 (JSON with `--json`), progress and errors to standard error.
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 
 from server_ext.cli.analyze import analyze
+from server_ext.cli.rates import rates
+from server_ext.cli.simulate import simulate
 from server_ext.launch.command import ROLES, Role
 from server_ext.launch.model import SMOLLM2
 
@@ -32,6 +34,8 @@ _FOLLOW_POLL_S = 0.25
 
 
 app.command()(analyze)
+app.command()(rates)
+app.command()(simulate)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
