@@ -34,6 +34,11 @@ class Limits:
     """Part of the memory that an engine takes."""
 
     @property
+    def is_measured(self) -> bool:
+        """Whether these are measured rates: then nothing can be said of other models on this hardware."""
+        return self.engine_gpus is not None
+
+    @property
     def num_gpus(self) -> int:
         """GPUs of one engine, if not given: the smallest power of two whose memory the weights fill to at most 60 %."""
         if self.engine_gpus is not None:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _FEW: Final = 48
 """Blocks up to which a loop is faster than numpy."""
+_SWEEPS_PER_TTL: Final = 16
+"""An engine that does nothing else looks so often for leases that have ended."""
 _MAX_ID: Final = int(np.iinfo(np.int32).max)
 
 
@@ -117,6 +119,8 @@ class DecodeMemory:
         self._num_revocations = 0
         self._gaps = GapModel(max_sessions=settings.max_sessions)
         numbers = count()
+        self._swept_s = 0.0
+        self._sweep_s = settings.default_ttl_s / _SWEEPS_PER_TTL
         self._retention_s = settings.session_retention_s
         self.table = LeaseTable(
             self.pool,
@@ -161,6 +165,7 @@ class DecodeMemory:
             want_ticket: whether a prefill engine is to read what is held.
             now_s: simulated seconds.
         """
+        self.catch_up(now_s)
         self._forget_old(now_s)
         self._used.pop(key, None)
         before, chunk = self._ids.get(key, array("i")), self.chunk_tokens
@@ -209,7 +214,14 @@ class DecodeMemory:
                 self._blocks[key] = request.block_ids[: info.num_blocks]
         else:
             table.abandon(request.nonce, return_ticket=True, now_s=now_s)
-        self._used[key] = now_s
+        self._used[key] = self._swept_s = now_s
+
+    def catch_up(self, now_s: float) -> None:
+        """Sweep the table at moments in between where it was left alone for long, so that leases count as they end."""
+        while self.table.num_leased_blocks and self._swept_s + self._sweep_s < now_s:
+            self._swept_s += self._sweep_s
+            self.table.sweep(now_s=self._swept_s)
+        self._swept_s = now_s
 
     def forget(self, key: Key, *, now_s: float) -> None:
         """Drop all that is known of a session without an open turn."""

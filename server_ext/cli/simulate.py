@@ -71,14 +71,13 @@ def simulate(
         limits = None
         if rates is None:
             limits = Limits(find_model(model), find_gpu(gpu), find_link(link), fixed_ms / 1e3, efficiency)
-            if limits.pool_tokens < 1:
-                _fail(f"--gpu {gpu} has no room for a cache beside the weights of {model}")
-        measured = read_rates(rates) if rates is not None else from_limits(limits) if limits is not None else None
-        assert measured is not None  # noqa: S101 (one of the two)
+            speed = from_limits(limits)
+        else:
+            speed = read_rates(rates)
         base = Scenario(
             limits=limits,
-            rates=measured,
-            workload=_workload(traces, measured),
+            rates=speed,
+            workload=_workload(traces, speed),
             prefill=num_prefill,
             decode=num_decode,
             sessions=sessions,

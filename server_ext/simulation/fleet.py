@@ -338,6 +338,8 @@ class Fleet:
 
     def _hold(self, home: DecodeEngine, session: Session, gap_s: float) -> None:
         try:
-            home.memory.table.extend(session.key, max(gap_s, 1e-9), now_s=self._clock.now)
+            # Renewals come before the end: what is left at the next turn is one life, more or less.
+            ttl_s = gap_s + self._config.settings.default_ttl_s
+            home.memory.table.extend(session.key, ttl_s, now_s=self._clock.now)
         except LeaseLost:
             return  # there is nothing to keep: what the agent's next turn finds out too

@@ -18,6 +18,9 @@ VERSION: Final = 1
 
 1. The first version.
 """
+_ANY_PARAMS: Final = 1e12
+_LEAST_S: Final = 1e-12
+"""In place of times that were too short to be seen, where they are divided by."""
 _CONTROL_S: Final = 0.010
 """Rendering and beginning a turn on an idle decode engine: 5 to 10 ms where it was measured."""
 _STEP_TOKENS: Final = 8192
@@ -87,35 +90,34 @@ class FleetRates:
         """Return the object of the file."""
         return {"format": FORMAT, "version": VERSION, **asdict(self)}
 
-    def to_limits(self, model: Model) -> Limits:
-        """Return the limit model of these engines: the same prefill, fetch and pool, for what asks no more.
+    def to_limits(self) -> Limits:
+        """Return the limit model with the same prefill, fetch, decode step and pool, for what asks no more.
 
-        Args:
-            model: for its name and shape; what was measured stands in place of its constants.
+        The hardware in it is made up so that these come out; only its bytes and seconds mean something.
         """
-        params = model.num_active_params
-        measured = Model(
+        params, weight_bytes = _ANY_PARAMS, 2 * _ANY_PARAMS
+        model = Model(
             name=self.model,
             kv_bytes_per_token=self.kv_bytes_per_token,
             num_active_params=params,
             num_layers=1,
             attention_dim=max(1, round(params / self.attention_tokens)),
-            weight_bytes=model.weight_bytes,
+            weight_bytes=weight_bytes,
             max_context_tokens=self.max_context_tokens,
             source=self.source,
         )
-        memory_bytes = self.pool_tokens * self.kv_bytes_per_token + model.weight_bytes
         gpu = Gpu(
             name="measured",
             peak_flops=2 * params / self.prefill_s_per_token,
-            memory_bytes=memory_bytes,
-            memory_bytes_per_s=model.weight_bytes / max(self.decode_step_s, 1e-9),
+            # Half a token more, against rounding.
+            memory_bytes=(self.pool_tokens + 0.5) * self.kv_bytes_per_token + weight_bytes,
+            memory_bytes_per_s=weight_bytes / self.decode_step_s,
             source=self.source,
         )
-        speed = self.kv_bytes_per_token / max(self.fetch_s_per_token, 1e-12)
+        speed = self.kv_bytes_per_token / max(self.fetch_s_per_token, _LEAST_S)
         link = Link(name="measured", bytes_per_s=speed, source=self.source)
-        fixed_s = max(self.fetch_fixed_s, 1e-6)
-        return Limits(measured, gpu, link, fixed_s, efficiency=1.0, engine_gpus=1, memory_share=1.0)
+        fixed_s = max(self.fetch_fixed_s, _LEAST_S)
+        return Limits(model, gpu, link, fixed_s, efficiency=1.0, engine_gpus=1, memory_share=1.0)
 
 
 _POSITIVE: Final = frozenset(

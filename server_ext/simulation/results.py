@@ -141,6 +141,7 @@ class Recorder:
         later = judged & is_later
         ttft, idle = np.frombuffer(self._ttft, dtype=np.float32), np.frombuffer(self._idle, dtype=np.float32)
         window_s = min(self.window_s[1], end_s) - self.window_s[0]
+        utilisation = self._utilisation()
         pinned = self._pinned_byte_s(config, decodes, end_s)
         avoided = self._tokens["reused" if not config.num_prefill or config.route == "local" else "fetched"]
         return Results(
@@ -158,7 +159,7 @@ class Recorder:
             reasons=_shares(np.frombuffer(self._reason, dtype=np.int8)[later], REASONS),
             tokens={name: self._tokens[name] for name in ("prompt", "reused", "fetched", "computed")},
             leases=_lease_counts(decodes),
-            utilisation=self._utilisation(),
+            utilisation=utilisation,
             pinned_byte_s=pinned,
             pinned_byte_s_per_avoided_token=pinned / avoided if avoided else None,
         )
@@ -170,8 +171,11 @@ class Recorder:
 
     def _pinned_byte_s(self, config: "FleetConfig", decodes: "Sequence[DecodeEngine]", end_s: float) -> float:
         block_bytes = config.chunk_tokens * config.rates.kv_bytes_per_token
+        # The last leases run out behind the last answer; an extended one may live longest.
+        end_s += config.settings.max_ttl_s
         total = 0.0
         for home in decodes:
+            home.memory.catch_up(end_s)
             found = home.memory.table.snapshot(now_s=end_s, block_bytes=block_bytes)[metrics.PINNED.name]
             total += sum(value for labels, value in found if "lease" in labels)
         return total
