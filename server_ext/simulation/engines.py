@@ -109,9 +109,10 @@ class Batch:
 
     def advance(self, *, now_s: float) -> None:
         """Count the steps until now."""
+        elapsed_s = now_s - self._at_s
         if self._ends:
-            elapsed_s = now_s - self._at_s
             self._steps += elapsed_s / self._step_s
+        if self._ends or self._extra_s:
             self.busy_s += elapsed_s
         self._at_s = now_s
 
@@ -154,7 +155,7 @@ class Batch:
 class DecodeEngine:
     """D: the home of its sessions. What waits for blocks waits in order; so does what it computes itself."""
 
-    __slots__ = ("batch", "computing", "inbound", "memory", "outbound", "prefill_busy_s", "waiting", "wake_s")
+    __slots__ = ("batch", "computing", "inbound", "memory", "outbound", "waiting", "wake_s")
 
     def __init__(self, memory: DecodeMemory, rates: FleetRates) -> None:
         self.memory = memory
@@ -162,6 +163,5 @@ class DecodeEngine:
         self.inbound, self.outbound = Port(), Port()
         self.waiting: deque[Turn] = deque()
         self.computing: deque[Turn] = deque()
-        self.prefill_busy_s = 0.0
         self.wake_s = float("inf")
         """When the batch is looked at next."""

@@ -283,7 +283,6 @@ class Fleet:
         num_steps = math.ceil(num_new / self._rates.step_tokens)
         duration_s = turn.compute_s + num_steps * home.batch.step_s
         home.batch.slow(turn.compute_s / num_steps, now_s=now_s)
-        home.prefill_busy_s += turn.compute_s
         self._at(duration_s, self._computed_here, home)
 
     def _computed_here(self, event: Any) -> None:

@@ -117,7 +117,7 @@ class Recorder:
         ports += [port for home in decodes for port in (home.inbound, home.outbound)]
         seconds = (
             sum(engine.busy_s for engine in prefills) / max(1, len(prefills)),
-            sum(home.batch.busy_s + home.prefill_busy_s for home in decodes) / len(decodes),
+            sum(home.batch.busy_s for home in decodes) / len(decodes),
             sum(port.busy_s for port in ports) / len(ports),
             max(port.busy_s for port in ports),
         )
