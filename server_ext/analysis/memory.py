@@ -10,6 +10,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -24,6 +25,10 @@ from server_ext.core.settings import HomeSettings
 if TYPE_CHECKING:
     from server_ext.core.rates import Rates
 
+_FEW: Final = 48
+"""Blocks up to which a loop is faster than numpy."""
+_SWEEPS_PER_TTL: Final = 16
+"""An engine that does nothing else looks so often for leases that have ended."""
 _MAX_ID: Final = int(np.iinfo(np.int32).max)
 
 
@@ -31,36 +36,53 @@ class NumberPool:
     """Counted references on numbered blocks (`server_ext.core.ports.BlockPins`)."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._references = np.zeros(num_blocks, dtype=np.int32)
-        self._free = np.arange(num_blocks, dtype=np.int32)
-        self._num_free = num_blocks
+        # The same memory twice: a loop is faster for a few blocks, numpy for many.
+        self._references = array("i", bytes(4 * num_blocks))
+        self._references_view = np.frombuffer(self._references, dtype=np.int32)
+        self._free = array("i", range(num_blocks))
 
     def pin(self, block_ids: Sequence[int]) -> None:
         """Take a reference on each; blocks that nobody holds come from `take` only."""
-        self._references[np.asarray(block_ids)] += 1
+        if len(block_ids) > _FEW:
+            self._references_view[np.asarray(block_ids)] += 1
+            return
+        references = self._references
+        for block_id in block_ids:
+            references[block_id] += 1
 
     def unpin(self, block_ids: Sequence[int]) -> None:
         """Give back a reference on each."""
-        ids = np.asarray(block_ids)
-        self._references[ids] -= 1
-        freed = ids[self._references[ids] == 0]
-        self._free[self._num_free : self._num_free + len(freed)] = freed
-        self._num_free += len(freed)
+        if len(block_ids) > _FEW:
+            ids = np.asarray(block_ids, dtype=np.int32)
+            self._references_view[ids] -= 1
+            self._free.frombytes(ids[self._references_view[ids] == 0].tobytes())
+            return
+        references, free = self._references, self._free
+        for block_id in block_ids:
+            left = references[block_id] = references[block_id] - 1
+            if not left:
+                free.append(block_id)
 
     def take(self, num_blocks: int) -> "array[int]":
         """Return so many free blocks, with a reference on each; there must be as many."""
-        self._num_free -= num_blocks
-        ids = self._free[self._num_free : self._num_free + num_blocks].copy()
-        self._references[ids] += 1
-        return array("i", ids.tobytes())
+        if not num_blocks:
+            return array("i")
+        ids = self._free[-num_blocks:]
+        del self._free[-num_blocks:]
+        self.pin(ids)
+        return ids
 
     def num_references(self, block_id: int) -> int:
         """Return all references on a block."""
-        return int(self._references[block_id])
+        return self._references[block_id]
+
+    def seals(self, block_ids: Sequence[int]) -> list[object | None]:
+        """Seal nothing: a replay does not know what other requests would have written over."""
+        return [None] * len(block_ids)
 
     def num_free_blocks(self) -> int:
         """Return the number of free blocks."""
-        return self._num_free
+        return len(self._free)
 
     def num_total_blocks(self) -> int:
         """Return the number of blocks."""
@@ -80,6 +102,8 @@ class Request:
     """Of those that it could reuse, still held when it began."""
     block_ids: "array[int]"
     """[chunks]; empty until it is admitted."""
+    num_revocations: int
+    """Of its engine when it began: while there are no more, all that matched is still there."""
 
 
 class DecodeMemory:
@@ -96,14 +120,18 @@ class DecodeMemory:
         self.pool = NumberPool(max(1, pool_tokens // chunk_tokens))
         self.chunk_tokens = chunk_tokens
         self.revoked_tokens = 0
+        self._num_revocations = 0
         self._gaps = GapModel(max_sessions=settings.max_sessions)
+        numbers = count()
+        self._swept_s = 0.0
+        self._sweep_s = settings.default_ttl_s / _SWEEPS_PER_TTL
         self._retention_s = settings.session_retention_s
         self.table = LeaseTable(
             self.pool,
             settings,
             block_size=1,  # a chunk is the unit here: its id stands for its tokens
             max_request_blocks=0,
-            new_ticket_id=str,
+            new_ticket_id=lambda: f"ticket-{next(numbers)}",
             order=LeastValueFirst(self._gaps, rates, self.pool.num_references, block_size=1),
         )
         self._blocks: dict[Key, array[int]] = {}
@@ -141,8 +169,9 @@ class DecodeMemory:
             want_ticket: whether a prefill engine is to read what is held.
             now_s: simulated seconds.
         """
-        self._used.pop(key, None)
+        self.catch_up(now_s)
         self._forget_old(now_s)
+        self._used.pop(key, None)
         before, chunk = self._ids.get(key, array("i")), self.chunk_tokens
         num_shared = min(shared_tokens // chunk, len(before))
         num_chunks = -(-(prompt_tokens + output_tokens) // chunk)
@@ -154,13 +183,12 @@ class DecodeMemory:
         is_whole = begun.held_tokens > 0 and begun.matched_tokens >= shared_tokens // chunk
         held = shared_tokens if is_whole else begun.matched_tokens * chunk
         self._ids[key] = ids
-        return Request(key, nonce, ids, begun, held, array("i"))
+        return Request(key, nonce, ids, begun, held, array("i"), self._num_revocations)
 
     def admit(self, request: Request, *, now_s: float) -> bool:
         """Give a request its blocks, those of its session's lease first; return False where it does not fit."""
         pool, num_matched = self.pool, request.begun.matched_tokens
-        if num_matched:
-            # What was matched may have been revoked since.
+        if num_matched and request.num_revocations != self._num_revocations:
             num_matched = min(num_matched, self.table.info(request.key, now_s=now_s).num_blocks)
         own_ids = self._blocks[request.key][:num_matched] if num_matched else array("i")
         if own_ids:
@@ -170,6 +198,7 @@ class DecodeMemory:
         if num_short > 0:
             num_freed = self.table.revoke(num_short, now_s=now_s, all_or_nothing=True)
             self.revoked_tokens += num_freed * self.chunk_tokens
+            self._num_revocations += 1
         if num_missing > pool.num_free_blocks():
             if own_ids:
                 pool.unpin(own_ids)
@@ -189,7 +218,14 @@ class DecodeMemory:
                 self._blocks[key] = request.block_ids[: info.num_blocks]
         else:
             table.abandon(request.nonce, return_ticket=True, now_s=now_s)
-        self._used[key] = now_s
+        self._used[key] = self._swept_s = now_s
+
+    def catch_up(self, now_s: float) -> None:
+        """Sweep the table at moments in between where it was left alone for long, so that leases count as they end."""
+        while self.table.num_leased_blocks and self._swept_s + self._sweep_s < now_s:
+            self._swept_s += self._sweep_s
+            self.table.sweep(now_s=self._swept_s)
+        self._swept_s = now_s
 
     def forget(self, key: Key, *, now_s: float) -> None:
         """Drop all that is known of a session without an open turn."""
