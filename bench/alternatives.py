@@ -20,8 +20,9 @@ import httpx
 from rich.console import Console
 
 from bench._bars import checks
-from bench._engine_sets import AggregatedEngine, EngineSets
+from bench._engine_sets import EngineSets
 from bench._machine import versions
+from bench._plain_engine import PlainEngine
 from bench._show import verdict
 from bidikv_sdk import AsyncBidiKV
 from server_ext.benchmark.arms import ROUTES, PlainArm, SessionArm, one_engine
@@ -31,7 +32,7 @@ from server_ext.benchmark.page import write_page, write_plots
 from server_ext.benchmark.scenarios import LONG_AGENT, SHORT_CHAT, STOCK_ARMS
 from server_ext.benchmark.suite import Model, run_scenario, to_file
 from server_ext.benchmark.table import to_markdown
-from server_ext.launch.command import StackConfig
+from server_ext.launch.command import ROLES, StackConfig
 from server_ext.launch.model import SMOLLM2, ensure_smollm2
 from server_ext.launch.stack import ensure_secret, free_ports
 
@@ -98,14 +99,12 @@ def main() -> int:
     OUT.mkdir(exist_ok=True)
     folder = OUT / "bench-engines"
     folder.mkdir(exist_ok=True)
-    aggregated = AggregatedEngine(
-        str(model),
-        SMOLLM2,
-        port=free_ports()[0].http,
-        log_file=folder / "aggregated.log",
-        kv_cache_bytes=2 * _KV_BYTES,
-        extra_args=(),
-    )
+
+    def aggregated() -> PlainEngine:
+        # A pair has a core and a cache for each engine; this one has both.
+        args = ("--kv-cache-memory-bytes", str(2 * _KV_BYTES), "--max-num-batched-tokens", "512")
+        return PlainEngine(str(model), SMOLLM2, log_file=folder / "aggregated.log", num_threads=len(ROLES), args=args)
+
     console.print("starting the engines of all arms, one set after the other")
     with EngineSets({"ours": _config(str(model), folder / "ours")}, folder, aggregated) as sets:
         results = asyncio.run(_measure(sets, facts, options))
