@@ -5,7 +5,7 @@ PYTHON ?= python3
 PYTORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := .venv/bin
-EXTRAS := cpu,cli,demo,analyze,dev
+EXTRAS := cpu,cli,demo,analyze,bench,dev
 
 .PHONY: help demo faults soak up down test lint clean
 
