@@ -15,6 +15,8 @@ import typer
 from server_ext.cli import session
 from server_ext.cli.analyze import analyze
 from server_ext.cli.doctor import doctor
+from server_ext.cli.rates import rates
+from server_ext.cli.simulate import simulate
 from server_ext.cli.top import top
 from server_ext.launch.command import ROLES, Role
 from server_ext.launch.model import SMOLLM2
@@ -151,6 +153,8 @@ def logs(
 app.command()(top)
 app.command()(doctor)
 app.command()(analyze)
+app.command()(simulate)
+app.command()(rates)
 app.add_typer(session.app, name="session")
 
 

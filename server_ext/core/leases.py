@@ -11,7 +11,7 @@ prefix}` and its neighbours.
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from bidikv_sdk.prefix import common_prefix_length, num_blocks
 from bidikv_sdk.wire import LeaseInfo, PoolInfo
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from .metrics import Counts, Snapshot
     from .ports import BlockPins
     from .settings import HomeSettings
+
+WantsTicket: TypeAlias = Callable[[int, int | None], bool]
+"""Says whether a reader is to read, from the number of matching tokens and the index of the first other one."""
 
 
 class LeaseTable:
@@ -76,7 +79,7 @@ class LeaseTable:
         fingerprint: str,
         *,
         now_s: float,
-        want_ticket: bool,
+        want_ticket: "bool | WantsTicket",
         nonce: str,
     ) -> Begun:
         """Begin a turn: renew the session's lease for it, and open a ticket on what matches the prompt.
@@ -89,7 +92,7 @@ class LeaseTable:
             prompt_ids: [num_tokens], the whole prompt.
             fingerprint: of the model, weights, adapter and salt that the turn runs with.
             now_s: monotonic seconds.
-            want_ticket: whether a reader is to read the matching blocks.
+            want_ticket: whether a reader is to read the matching blocks; or what says so once it is known how many.
             nonce: the turn's name, new and unguessable.
 
         Raises:
@@ -113,7 +116,7 @@ class LeaseTable:
         num_matched = min(common_prefix_length(lease.token_ids, prompt_ids), lease.num_tokens)
         diverged_at = num_matched if num_matched < min(lease.num_tokens, len(prompt_ids)) else None
         ticket, ticket_reason = None, None
-        if want_ticket and num_matched:
+        if num_matched and (want_ticket(num_matched, diverged_at) if callable(want_ticket) else want_ticket):
             ticket, ticket_reason = self._desk.check_out(turn, lease, num_matched, now_s=now_s)
         return Begun(lease.num_tokens, num_matched, diverged_at, slot.reason, ticket, ticket_reason)
 

@@ -48,8 +48,11 @@ class HomeSettings:
     """Most bytes that all sessions together take (token ids, transcripts, last replies)."""
     revocation: Revocation = "value"
     """Whose lease requests take blocks from first: the one of least value per block, or of least remaining time."""
-    default_route: Route = "fetch"
-    """The way of a turn whose caller asks for none."""
+    default_route: Route = "auto"
+    """The way of a turn whose caller asks for none; `auto` takes the one that is expected to be the fastest."""
+    itl_guard: float = 0.25
+    """`auto`: by what share the inter-token latency on D may rise, on the mean of half a minute, through turns that are
+    appended there, 0 or more; at 0 none is while anything generates."""
     min_fetch_tokens: int = 64
     """No ticket for less than this: a transfer costs more than computing so few tokens."""
 
@@ -103,6 +106,10 @@ def _is_fraction(value: Any) -> bool:
     return _is_number(value) and 0 < value <= 1
 
 
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and value >= 0
+
+
 def _is_duration(value: Any) -> bool:
     return _is_number(value) and value > 0
 
@@ -132,5 +139,6 @@ _RULES: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "max_session_bytes": (_is_positive_count, "a whole number of bytes above 0"),
     "revocation": (lambda value: value in REVOCATIONS, f"one of {', '.join(REVOCATIONS)}"),
     "default_route": (lambda value: value in ROUTES, f"one of {', '.join(ROUTES)}"),
+    "itl_guard": (_is_share, "a number, 0 or more"),
     "min_fetch_tokens": (_is_count, "a whole number of tokens, 0 or more"),
 }

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from bidikv_sdk.prefix import num_blocks
 from server_ext.core.home import Home
+from server_ext.core.rates import ConstantRates, LearnedRates
+from server_ext.core.steps import StepWatch
 from server_ext.core.tickets import verify
 from server_ext.engine import compat
 from server_ext.engine.identity import Identity
@@ -63,6 +65,8 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
         (group,) = kv_cache_config.kv_cache_groups
         self._block_bytes = len(group.layer_names) * group.kv_cache_spec.page_size_bytes
         self._max_request_blocks = num_blocks(vllm_config.model_config.max_model_len, self.block_size)
+        self._rates = LearnedRates(ConstantRates(attention_tokens=compat.attention_tokens(vllm_config)))
+        self._steps = StepWatch(self._rates)
         self._home: Home
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
@@ -77,6 +81,8 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
             secret=self._settings.secret,
             make_address=self._address,
             new_nonce=lambda: secrets.token_urlsafe(16),
+            rates=self._rates,
+            count_running=self._steps.count_running,
         )
         compat.guard_allocations(manager, self._make_room, self._before_reset)
 
@@ -91,6 +97,7 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
         self, request: compat.Request, block_ids: tuple[Sequence[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Pin a finished turn's blocks provisionally, before vLLM frees them."""
+        self._steps.finished(request.request_id)
         nonce = request.session_id
         if nonce is not None and self._home.is_open(nonce) and request.status in _LEASABLE:
             num_tokens = num_tokens_in_cache(request)
@@ -106,7 +113,9 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         """Reclaim what is due, once a step; between steps every control call does."""
-        self._home.sweep(now_s=time.perf_counter())
+        now_s = time.perf_counter()
+        self._steps.scheduled(scheduler_output.num_scheduled_tokens, now_s=now_s)
+        self._home.sweep(now_s=now_s)
         return super().build_connector_meta(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

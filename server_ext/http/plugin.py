@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from server_ext.engine import compat
 from server_ext.engine.settings import EngineSettings
-from server_ext.http import chat_route, engine_route, metrics, prefill_route, routes
+from server_ext.http import chat_route, engine_route, messages_route, metrics, prefill_route, routes
 from server_ext.http.conductor import Conductor
 from server_ext.http.engine_route import EngineReport
 from server_ext.http.metrics import HomeMetrics, turn_metrics
@@ -63,5 +63,6 @@ class BidiKVPlugin:
             return
         state.bidikv_conductor = Conductor(engine_client, state.openai_serving_chat, settings, has_keys=has_keys)
         report.facts["appends"] = await state.bidikv_conductor.check_template()
+        messages_route.attach(state)
         state.bidikv_metrics = HomeMetrics(engine_client)
         turn_metrics()  # so that its series exist from the start

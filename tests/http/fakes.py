@@ -17,6 +17,8 @@ import msgspec
 import pytest
 import vllm.plugins
 from fastapi import FastAPI
+from vllm.entrypoints.anthropic.api_router import attach_router as attach_stock_messages
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.api_router import attach_router as attach_stock_chat
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
@@ -34,6 +36,7 @@ from server_ext.core.home import Home
 from server_ext.core.settings import HomeSettings
 from server_ext.core.tickets import TICKET_ID_PREFIX, verify
 from server_ext.engine.settings import EngineSettings
+from server_ext.http import messages_route
 from server_ext.http.conductor import Conductor
 from server_ext.http.plugin import BidiKVPlugin
 from tests.core.fakes import FakePool
@@ -49,8 +52,8 @@ MODEL = "tiny"
 
 
 def make_settings(**changes: Any) -> EngineSettings:
-    """Return D's settings: one P, no minimum for a ticket."""
-    home = HomeSettings(budget_fraction=1.0, min_fetch_tokens=1)
+    """Return D's settings: one P, fetches where the caller says nothing, no minimum for a ticket."""
+    home = HomeSettings(budget_fraction=1.0, min_fetch_tokens=1, default_route="fetch")
     values = {
         "role": "decode",
         "secret": SECRET,
@@ -268,6 +271,7 @@ class Stack:
             app.state.args = SimpleNamespace(log_error_stack=False)
             init_exception_handler(app)
             attach_stock_chat(app)
+            attach_stock_messages(app)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(vllm.plugins, "load_endpoint_plugins", lambda tasks: [BidiKVPlugin()])
             attach_endpoint_plugins(self.app, ("generate",))
@@ -277,18 +281,18 @@ class Stack:
         """Build the conductor anew."""
         online = make_online_renderer(self._vllm_config, self._renderer)
         models = OpenAIServingModels(self.engine, [BaseModelPath(MODEL, MODEL)])
-        serving = OpenAIServingChat(
-            self.engine,
-            models,
-            "assistant",
-            online_renderer=online,
-            request_logger=None,
-            chat_template=None,
-            chat_template_content_format="auto",
-            enable_auto_tools=True,
-            tool_parser="hermes",
-        )
-        self.app.state.openai_serving_chat = self.stock.state.openai_serving_chat = serving
+        options = {
+            "online_renderer": online,
+            "request_logger": None,
+            "chat_template": None,
+            "chat_template_content_format": "auto",
+            "enable_auto_tools": True,
+            "tool_parser": "hermes",
+        }
+        serving = OpenAIServingChat(self.engine, models, "assistant", **options)
+        for app in (self.app, self.stock):
+            app.state.openai_serving_chat = serving
+            app.state.anthropic_serving_messages = AnthropicServingMessages(self.engine, models, "assistant", **options)
         self.app.state.bidikv_conductor = Conductor(
             self.engine,
             serving,
@@ -296,6 +300,7 @@ class Stack:
             has_keys=has_keys,
             prefill_transport=httpx.MockTransport(self.p),
         )
+        messages_route.attach(self.app.state)
 
     def run(self, scenario: Callable[[httpx.AsyncClient], Any], *, app: FastAPI | None = None) -> Any:
         """Run a scenario with an HTTP client, and let what it left behind finish."""

@@ -295,7 +295,6 @@ def test_no_reply_says_where_blocks_lie(stack, stream):
 @pytest.mark.parametrize(
     ("route", "asked", "ticket", "reason"),
     [
-        ("auto", 2, True, "cheapest"),
         ("fetch", 2, True, "forced"),
         ("prefill", 2, False, "forced"),
         ("recompute", 2, False, "forced"),

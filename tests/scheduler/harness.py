@@ -88,7 +88,8 @@ class Harness:
         """Begin a turn; an unknown session is opened."""
         number = {"session_id": session_id, "turn": turn, "idempotency_key": f"{session_id}{turn}"}
         self.control("load", **number)
-        return self.control("begin", **number, prompt_ids=array("i", prompt_ids).tobytes(), want_ticket=want_ticket)
+        way = {"route": "fetch" if want_ticket else "local", "prefill_urls": ["http://p"]}
+        return self.control("begin", **number, **way, prompt_ids=array("i", prompt_ids).tobytes())
 
     def settle(self, begun: dict[str, Any], token_ids: Iterable[int], **arg: Any) -> dict[str, Any]:
         """Settle a turn with all of its tokens."""
