@@ -141,10 +141,10 @@ class Home:
         """Return what the conductor of turn number `turn` (None: the next) renders from; refuse one that cannot begin.
 
         A first turn opens an unknown session; as a fork of `parent_id`, where that is known and does not run, if its
-        number is not given. The result has `transcript` (the chunks), `token_ids` (packed
-        int32, empty where not known), `id_counts` (how many of them the history had behind each chunk), `revision`
-        (of the history), `incarnation`, and `reply` None. Where the turn is a repetition, it has only the stored
-        `reply` beside `info`.
+        number is not given. The result has `transcript` (the chunks), `token_ids` (packed int32, empty where not
+        known), `id_counts` (how many of them the history had behind each chunk), `replaced` (chunks that an open has
+        replaced since the last turn), `revision` (of the history), `incarnation`, and `reply` None. Where the turn is
+        a repetition, it has only the stored `reply` beside `info`.
         """
         self.sweep(now_s=now_s)
         key = (tenant, session_id)
@@ -166,6 +166,7 @@ class Home:
             "transcript": list(session.transcript),
             "token_ids": session.token_ids.tobytes(),
             "id_counts": list(session.id_counts),
+            "replaced": list(session.replaced),
             "revision": session.revision,
             "incarnation": self.incarnation,
         }

@@ -102,6 +102,8 @@ class SessionTable:
             raise turn_is_running(key[1])
         is_reopened = turn > 0 if session is None else session.is_reopened
         opened = Session(key, turn, [chunk], is_reopened=is_reopened, last_used_s=now_s)
+        if session is not None:
+            opened.replaced = session.replaced or (session.transcript if session.token_ids else [])
         opened.num_bytes = opened.counted_bytes()
         if session is None:
             self._make_room(opened.num_bytes, 1, keep=None, key=key, now_s=now_s)
