@@ -138,6 +138,13 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
         logger.warning("Prefix cache not reset: P is reading leased blocks; try again in a few seconds.")
         return False
 
+    def on_weight_version(self, weight_version: str) -> None:
+        """Give back all that other weights have computed: no turn will ever match it again."""
+        if weight_version != self.identity.weight_version:
+            self.identity.weight_version = weight_version
+            # Under an open ticket they stay until they expire; nobody gets another one.
+            self._home.release_all("model_changed", now_s=time.perf_counter())
+
     # Control channel
 
     def control(self, op: str, arg: dict[str, Any]) -> dict[str, Any]:

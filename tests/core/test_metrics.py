@@ -120,7 +120,7 @@ def test_an_unforeseen_reason_has_a_series_of_its_own():
     counts = Counts()
     counts.add(metrics.REVOCATIONS, "home_draining")
     series = counts.snapshot()["bidikv_lease_revocations_total"]
-    assert series == [(["home_draining"], 1), (["lease_revoked"], 0), (["reset"], 0)]
+    assert series == [(["home_draining"], 1), (["lease_revoked"], 0), (["model_changed"], 0), (["reset"], 0)]
 
 
 def test_block_seconds_are_exact():
