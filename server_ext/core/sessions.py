@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final
 from .errors import (
     TURN_RETRY_AFTER_S,
     CapacityExceeded,
-    SessionNotFound,
     TurnConflict,
+    session_is_unknown,
     turn_is_not_open,
     turn_is_running,
 )
@@ -178,8 +178,7 @@ class SessionTable:
         self.sweep(now_s=now_s)
         session = self.get(key)
         if session is None:
-            msg = f"session {key[1]!r} is not known here: open it again with its full history"
-            raise SessionNotFound(msg)
+            raise session_is_unknown(key[1])
         self._touch(session, now_s=now_s)
         return session
 

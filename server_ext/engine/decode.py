@@ -99,9 +99,9 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
         """Pin a finished turn's blocks provisionally, before vLLM frees them."""
         self._steps.finished(request.request_id)
         nonce = request.session_id
-        if nonce is not None and self._home.is_open(nonce) and request.status in _LEASABLE:
+        if nonce is not None and self._home.leases.is_open(nonce) and request.status in _LEASABLE:
             num_tokens = num_tokens_in_cache(request)
-            self._home.finish(
+            self._home.leases.finish(
                 nonce,
                 block_ids[0][: num_blocks(num_tokens, self.block_size)],
                 num_tokens,
@@ -130,10 +130,10 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
 
     def _make_room(self, num_missing: int) -> bool:
         # All or nothing: a request that revoking cannot help must not cost sessions their leases.
-        return self._home.revoke(num_missing, now_s=time.perf_counter(), all_or_nothing=True) > 0
+        return self._home.leases.revoke(num_missing, now_s=time.perf_counter(), all_or_nothing=True) > 0
 
     def _before_reset(self) -> bool:
-        if self._home.release_all("reset", now_s=time.perf_counter()):
+        if self._home.leases.release_all("reset", now_s=time.perf_counter()):
             return True
         logger.warning("Prefix cache not reset: P is reading leased blocks; try again in a few seconds.")
         return False
@@ -143,7 +143,7 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
         if weight_version != self.identity.weight_version:
             self.identity.weight_version = weight_version
             # Under an open ticket they stay until they expire; nobody gets another one.
-            self._home.release_all("model_changed", now_s=time.perf_counter())
+            self._home.leases.release_all("model_changed", now_s=time.perf_counter())
 
     # Control channel
 

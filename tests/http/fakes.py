@@ -244,9 +244,9 @@ class FakeEngine:
     def _finish(self, nonce: str | None, token_ids: list[int]) -> None:
         """Do what D's scheduler does when a request ends."""
         num_in_cache = len(token_ids) - 1
-        if nonce is not None and self.home.is_open(nonce):
+        if nonce is not None and self.home.leases.is_open(nonce):
             block_ids = self.pool.take(num_blocks(num_in_cache, BLOCK_SIZE))
-            self.home.finish(nonce, block_ids, num_in_cache, token_ids[:num_in_cache], now_s=self.now_s)
+            self.home.leases.finish(nonce, block_ids, num_in_cache, token_ids[:num_in_cache], now_s=self.now_s)
             self.pool.give_back(block_ids)
 
 

@@ -175,7 +175,7 @@ def test_a_clipped_lease_and_an_edited_history(stack, route, num_revoked, reason
         await talk.change(edit_message)
         num_kept = 3 if num_revoked > 1 else 100
         lease = stack.engine.home.get(tenant="", session_id="s", now_s=0)["info"]["lease"]
-        stack.engine.home.revoke(max(1, lease["num_blocks"] - num_kept), now_s=0)
+        stack.engine.home.leases.revoke(max(1, lease["num_blocks"] - num_kept), now_s=0)
         cache = await talk.say("Now this.")
         assert (cache.outcome, cache.reason) == ("fetched", reason)
         assert (cache.diverged_at is None) == (reason == "lease_revoked")
