@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from array import array
 from typing import TYPE_CHECKING, Any
 
 from bidikv_sdk.prefix import num_blocks
@@ -100,13 +99,8 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
         self._steps.finished(request.request_id)
         nonce = request.session_id
         if nonce is not None and self._home.leases.is_open(nonce) and request.status in _LEASABLE:
-            num_tokens = num_tokens_in_cache(request)
             self._home.leases.finish(
-                nonce,
-                block_ids[0][: num_blocks(num_tokens, self.block_size)],
-                num_tokens,
-                array("i", request.all_token_ids[:num_tokens]),
-                now_s=time.perf_counter(),
+                nonce, block_ids[0], num_tokens_in_cache(request), request.all_token_ids, now_s=time.perf_counter()
             )
         delay_free, params = super().request_finished(request, block_ids)
         return delay_free, params

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 32
 SECRET = b"a secret of the tests, long enough"
 STOP_ID = 7
+# More than any test's request needs: one that has not finished by then waits for ever.
+_MAX_STEPS = 100
 
 
 def engine_config(model: Path, secret_file: Path, role: str, **settings: Any) -> VllmConfig:
@@ -146,8 +148,12 @@ class Harness:
 
     def run(self, request: Request, token_id: int = 1) -> None:
         """Run steps until a request has finished."""
-        while not request.is_finished():
+        for _ in range(_MAX_STEPS):
+            if request.is_finished():
+                return
             self.answer(self.step(), token_id)
+        msg = f"request {request.request_id} waits for something that never comes ({request.status})"
+        raise AssertionError(msg)
 
     def lease(self, prompt_ids: list[int], session_id: str, *, max_tokens: int = 2) -> dict[str, Any]:
         """Run one turn of a new session to its end; return its `bidikv` object."""

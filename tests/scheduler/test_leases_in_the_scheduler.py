@@ -112,11 +112,14 @@ def test_parameters_that_nobody_signed_are_ignored(make_harness):
 
 
 def test_a_session_id_of_a_client_reaches_no_lease(make_harness):
-    """Only a turn's nonce is known to the home; the session's public id is not."""
+    """Only a turn's nonce is known to the home; the session's public id is not, also while a turn is open."""
     d = make_harness("decode", num_blocks=20)
     before = d.lease(ids(40), "s")
-    d.run(d.add("r", ids(40), session_id="s", max_tokens=2))
-    assert d.control("get", session_id="s")["info"]["lease"]["num_tokens"] == before["lease"]["num_tokens"]
+    begun = d.begin(ids(50), turn=2)
+    d.run(d.add("r", ids(70, 9000), session_id="s", max_tokens=2))
+    after = d.settle(begun, ids(50))
+    assert after["lease"]["num_tokens"] == before["lease"]["num_tokens"]
+    assert d.num_free == 20 - 2
 
 
 def _scheduled_at_once(d, prompt_ids):

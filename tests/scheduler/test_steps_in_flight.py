@@ -242,6 +242,7 @@ def test_slots_for_drafts_are_not_leased(make_harness):
     assert len(block_ids) == 3
     d.answer(step, sampled={"r": [20]})
     d.abort(request)
+    assert d.num_free == 18
     assert d.settle(begun, request.all_token_ids)["lease"]["num_blocks"] == 2
     assert d.num_free == 18
 
