@@ -198,7 +198,7 @@ MUTANTS = (
         "server_ext/core/leases.py",
         'array("i", block_ids[: num_blocks(num_tokens, self._block_size)])',
         'array("i", block_ids)',
-        (f"{IN_FLIGHT}::test_slots_for_drafts_are_not_leased",),
+        (f"{LEASES}::test_finish_believes_the_smallest_of_its_numbers",),
     ),
     Mutant(
         "server_ext/engine/decode.py",
@@ -388,8 +388,8 @@ MUTANTS = (
     ),
     Mutant(
         "server_ext/http/conductor.py",
-        "chunk = {**(chunk if wants_usage else last), **report}",
-        "chunk = chunk if wants_usage else last",
+        "report = await said.settle(dict(total.completion()))",
+        "report = (await said.settle(dict(total.completion()))) and {}",
         (f"{ROUTES}::test_a_stream",),
     ),
     Mutant(
