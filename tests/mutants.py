@@ -393,8 +393,8 @@ MUTANTS = (
         (f"{ROUTES}::test_a_stream",),
     ),
     Mutant(
-        "server_ext/http/turn.py",
-        "        turn_metrics().observe(cache)\n",
+        "server_ext/http/metrics.py",
+        "        self._turns.labels(cache.outcome, cache.reason).inc()\n",
         "",
         ("tests/http/test_metrics.py::test_a_turn_is_counted_by_its_outcome",),
     ),
