@@ -31,6 +31,7 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from bidikv_sdk.prefix import num_blocks
 from server_ext.core.home import Home
+from server_ext.core.rates import LearnedRates
 from server_ext.core.settings import HomeSettings
 from server_ext.core.tickets import TICKET_ID_PREFIX, verify
 from server_ext.engine.settings import EngineSettings
@@ -141,6 +142,7 @@ class FakeEngine:
         self.pool = FakePool(200)
         self.now_s = 0.0
         names = (f"nonce-{i}" for i in range(10**6))
+        self.rates = LearnedRates()
         self.home = Home(
             self.pool,
             make_settings().home,
@@ -150,6 +152,8 @@ class FakeEngine:
             secret=SECRET,
             make_address=lambda deadline_s: {"remote_blocks_expiry_time": deadline_s, "remote_engine_id": "d"},
             new_nonce=lambda: next(names),
+            block_bytes=32_000,
+            rates=self.rates,
         )
         self.script = Script()
         self.requests: list[tuple[list[int], Any, str | None]] = []
