@@ -11,6 +11,7 @@ only `error`, the error object of the wire, with nothing changed. Pure; may impo
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from bidikv_sdk.wire import SessionInfo
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .cost import Observed
     from .ports import BlockPins
     from .records import Begun, Key, Ticket
+    from .session_record import Session
     from .settings import HomeSettings
 
 
@@ -70,6 +72,7 @@ class Home:
         count_running: Callable[[], int] = lambda: 0,
     ) -> None:
         self.incarnation = incarnation
+        self._settings = settings
         self._secret = secret
         self._make_address = make_address
         self._new_nonce = new_nonce
@@ -126,11 +129,19 @@ class Home:
         return {"info": self._info(key, now_s=now_s)}
 
     def load(
-        self, *, tenant: str, session_id: str, turn: int | None, idempotency_key: str, now_s: float
+        self,
+        *,
+        tenant: str,
+        session_id: str,
+        turn: int | None,
+        idempotency_key: str,
+        now_s: float,
+        parent_id: str | None = None,
     ) -> dict[str, Any]:
         """Return what the conductor of turn number `turn` (None: the next) renders from; refuse one that cannot begin.
 
-        A first turn opens an unknown session. The result has `transcript` (the chunks), `token_ids` (packed
+        A first turn opens an unknown session; as a fork of `parent_id`, where that is known and does not run, if its
+        number is not given. The result has `transcript` (the chunks), `token_ids` (packed
         int32, empty where not known), `id_counts` (how many of them the history had behind each chunk), `revision`
         (of the history), `incarnation`, and `reply` None. Where the turn is a repetition, it has only the stored
         `reply` beside `info`.
@@ -138,7 +149,13 @@ class Home:
         self.sweep(now_s=now_s)
         key = (tenant, session_id)
         if turn in {1, None} and self._sessions.get(key) is None:
-            self._sessions.open(key, b"", turn=0, replace=False, now_s=now_s)
+            if turn is None and parent_id is not None:
+                with suppress(HomeError):
+                    self.fork(
+                        tenant=tenant, session_id=parent_id, child_id=session_id, at_turn=None, ttl_s=None, now_s=now_s
+                    )
+            if self._sessions.get(key) is None:
+                self._sessions.open(key, b"", turn=0, replace=False, now_s=now_s)
         reply = self._sessions.check_turn(key, turn, idempotency_key, now_s=now_s)
         if reply is not None:
             return {"info": self._info(key, now_s=now_s), "reply": reply}
@@ -214,7 +231,7 @@ class Home:
             "ticket_reason": begun.ticket_reason,
         }
 
-    def settle(  # noqa: PLR0913 (as above)
+    def settle(  # noqa: PLR0913 (the fields of one operation)
         self,
         *,
         nonce: str,
@@ -225,6 +242,7 @@ class Home:
         ttl_s: Any,
         ended_by: str = "stop",
         observed: "Observed | None" = None,
+        report: bytes = b"",
         now_s: float,
     ) -> dict[str, Any]:
         """Append a finished turn to its session, and make what it pinned the session's lease.
@@ -232,11 +250,11 @@ class Home:
         `token_ids` are all ids of the history with this turn, of which the answer kept `num_tokens_kept`;
         `chunk` is its part of the transcript, and `reply` what a repetition gets. `ended_by` is `tool:<name>` where
         the reply calls a tool, else a finish reason: it tells how soon the next turn may come. Ways are learned from
-        `observed`.
+        `observed`, and `report` is what the turn's cache did, for `get` and `list`.
         """
-        ttl_s = self._leases.checked_ttl_s(ttl_s)
+        ttl_s = self._settings.checked_ttl_s(ttl_s)
         # The record first: it cannot fail behind this line, and dropping others for it frees budget.
-        session = self._sessions.complete_turn(nonce, token_ids, chunk, reply, now_s=now_s)
+        session = self._sessions.complete_turn(nonce, token_ids, chunk, reply, now_s=now_s, report=report)
         self._leases.settle(nonce, num_tokens_kept, ttl_s=ttl_s, now_s=now_s, token_ids=token_ids)
         self._gaps.ended(session.key, ended_by, now_s=now_s)
         self._routing.settle(nonce, observed, now_s=now_s)
@@ -281,7 +299,7 @@ class Home:
         if child_id == session_id:
             msg = f"child_id is {child_id!r}, the session itself: give the child another id"
             raise InvalidRequest(msg, param="child_id")
-        ttl_s = None if ttl_s is None else self._leases.checked_ttl_s(ttl_s)
+        ttl_s = None if ttl_s is None else self._settings.checked_ttl_s(ttl_s)
         key, child_key = (tenant, session_id), (tenant, child_id)
         child, is_new = self._sessions.fork(key, child_key, at_turn, now_s=now_s)
         if is_new:
@@ -305,25 +323,21 @@ class Home:
         return {"info": info}
 
     def get(self, *, tenant: str, session_id: str, now_s: float) -> dict[str, Any]:
-        """Look at a session without using it; the result also has `is_running`."""
+        """Look at a session without using it; the result also has `is_running` and `last_report` (see `settle`)."""
         self.sweep(now_s=now_s)
         key = (tenant, session_id)
         session = self._sessions.get(key)
         if session is None:
             msg = f"session {session_id!r} is not known here: open it again with its full history"
             raise SessionNotFound(msg)
-        return {"info": self._info(key, now_s=now_s), "is_running": session.open_turn is not None}
+        return self._shown(session, now_s=now_s)
 
     def list_sessions(self, *, tenant: str | None, now_s: float) -> dict[str, Any]:
-        """List the sessions of a tenant, or all: `sessions`, each with `tenant`, `info` and `is_running`."""
+        """List the sessions of a tenant, or all: `sessions`, each with `tenant` and what `get` returns."""
         self.sweep(now_s=now_s)
         return {
             "sessions": [
-                {
-                    "tenant": session.key[0],
-                    "info": self._info(session.key, now_s=now_s),
-                    "is_running": session.open_turn is not None,
-                }
+                {"tenant": session.key[0], **self._shown(session, now_s=now_s)}
                 for session in self._sessions
                 if tenant is None or session.key[0] == tenant
             ]
@@ -369,6 +383,13 @@ class Home:
         self._leases.forget(key, now_s=now_s)
         self._gaps.forget(key)
         self._routing.forget(key)
+
+    def _shown(self, session: "Session", *, now_s: float) -> dict[str, Any]:
+        return {
+            "info": self._info(session.key, now_s=now_s),
+            "is_running": session.open_turn is not None,
+            "last_report": session.last_report,
+        }
 
     def _info(self, key: "Key", *, now_s: float) -> dict[str, Any]:
         session = self._sessions.get(key)

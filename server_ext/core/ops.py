@@ -119,7 +119,12 @@ OPS: Final[Mapping[str, Mapping[str, Reader]]] = MappingProxyType(
             "turn": optional(count, 0),
             "replace": optional(flag, default=False),
         },
-        "load": {**_KEY, "turn": optional(count, None), "idempotency_key": optional(text, "")},
+        "load": {
+            **_KEY,
+            "turn": optional(count, None),
+            "idempotency_key": optional(text, ""),
+            "parent_id": optional(text, None),
+        },
         "begin": {
             **_KEY,
             "turn": count,
@@ -140,6 +145,7 @@ OPS: Final[Mapping[str, Mapping[str, Reader]]] = MappingProxyType(
             "ttl_s": anything,
             "ended_by": optional(text, "stop"),
             "observed": optional(observed, None),
+            "report": optional(data, b""),
         },
         "abandon": {"nonce": text, "return_ticket": flag},
         "return_ticket": {"ticket_id": text, "read_age_s": optional(seconds, None)},

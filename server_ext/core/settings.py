@@ -1,4 +1,7 @@
-"""The settings of a home, checked once at start: names, defaults, limits and what to do about a bad value."""
+"""The settings of a home, checked once at start: names, defaults, limits and what to do about a bad value.
+
+May import the standard library, `bidikv_sdk.wire` and `errors`.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -6,6 +9,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from bidikv_sdk.wire import ROUTES, Route
+
+from .errors import InvalidRequest
 
 Revocation: TypeAlias = Literal["value", "least_remaining"]
 REVOCATIONS: Final[tuple[Revocation, ...]] = get_args(Revocation)
@@ -76,6 +81,20 @@ class HomeSettings:
                 msg = f"bidikv setting {name!r} (value {value!r:.80}) is unknown: use one of {', '.join(known)}"
                 raise ValueError(msg)
         return cls(**config)
+
+    def checked_ttl_s(self, ttl_s: Any) -> float:
+        """Return the life that a caller asks for, cut to the maximum; None is the default.
+
+        Raises:
+            InvalidRequest: it is not a finite number above 0.
+        """
+        if ttl_s is None:
+            return self.default_ttl_s
+        is_number = isinstance(ttl_s, int | float) and not isinstance(ttl_s, bool)
+        if not is_number or not 0 < ttl_s < math.inf:
+            msg = f"ttl_s is {ttl_s!r:.80}: give a number of seconds above 0"
+            raise InvalidRequest(msg, param="ttl_s")
+        return float(min(ttl_s, self.max_ttl_s))
 
 
 def _is_number(value: object) -> bool:

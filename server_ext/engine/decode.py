@@ -23,6 +23,7 @@ from server_ext.core.steps import StepWatch
 from server_ext.core.tickets import verify
 from server_ext.engine import compat
 from server_ext.engine.identity import Identity
+from server_ext.engine.notes import ReadTickets
 from server_ext.engine.pins import BlockPoolPins
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
 
     from server_ext.engine.settings import EngineSettings
 
@@ -115,6 +117,14 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
         self._steps.scheduled(scheduler_output.num_scheduled_tokens, now_s=now_s)
         self._home.sweep(now_s=now_s)
         return super().build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take back the tickets whose readers say that they are done."""
+        read = connector_output.kv_connector_worker_meta
+        if isinstance(read, ReadTickets):
+            for ticket_id in read.ticket_ids:
+                self._home.return_ticket(ticket_id=ticket_id, now_s=time.perf_counter())
+        super().update_connector_output(connector_output)
 
     # Memory
 

@@ -7,6 +7,7 @@ exactly stock; a shallow copy of it gets an engine client whose `generate` condu
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import time
 import uuid
@@ -27,7 +28,7 @@ from server_ext.http.turn import Clock, EngineTap, Plan, Turn
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     import httpx
 
@@ -48,11 +49,15 @@ class Caller:
     - `tenant`: of the API key.
     - `session_id`: as the caller chose it.
     - `request_id`: the caller's, or a new one.
+    - `parent_id`: the session that an unknown one branches off; None where the caller names none.
+    - `is_final`: the lease is released when the turn is settled.
     """
 
     tenant: str
     session_id: str
     request_id: str
+    parent_id: str | None = None
+    is_final: bool = False
 
     @property
     def session(self) -> dict[str, str]:
@@ -97,7 +102,7 @@ class Conductor:
         """
         started_s = time.perf_counter()
         arg = {**caller.session, "turn": request.turn, "idempotency_key": request.key}
-        record = await self.home.call("load", arg)
+        record = await self.home.call("load", {**arg, "parent_id": caller.parent_id})
         if record["reply"] is not None:
             return self._replay(record, stream=request.stream)
         told = Transcript(record)
@@ -116,7 +121,7 @@ class Conductor:
             return self._replay(begun, stream=request.stream)
         clock = Clock(started_s=started_s, rendered_s=rendered_s, begun_s=time.perf_counter())
         turn = self._turn(caller, request, place, prompt, begun, clock)
-        said = _Said(turn, request, vllm_request, place.delta)
+        said = _Said(turn, request, vllm_request, place.delta, functools.partial(self._release, caller))
         try:
             result = await self._generate(turn, vllm_request, prompt.token_ids, raw_request)
             if request.stream:
@@ -129,6 +134,17 @@ class Conductor:
             await turn.abandon_whatever_happens()
             raise
         return completion
+
+    async def _release(self, caller: Caller, info: dict[str, Any]) -> dict[str, Any]:
+        """Release the lease of a session whose last turn this was; return what has become of its `bidikv` object."""
+        if not caller.is_final:
+            return info
+        try:
+            released = await self.home.call("release", caller.session)
+        except Refused as refused:  # it expires by itself
+            logger.warning("The lease of a final turn was not released: %s", refused)
+            return info
+        return {**released["info"], "cache": info["cache"]}
 
     async def _begin(self, arg: dict[str, Any], prompt: Prompt, route: Route) -> dict[str, Any]:
         def undo(late: dict[str, Any]) -> None:
@@ -205,7 +221,9 @@ class Conductor:
                     if not chunk["choices"]:
                         try:
                             report = await said.settle(dict(total.completion()))
-                            chunk = {**(chunk if wants_usage else last), **report}
+                            # vLLM's own last chunk names the system.
+                            named = {"system_fingerprint": chunk.get("system_fingerprint")}
+                            chunk = {**(chunk if wants_usage else {**last, **named}), **report}
                         except Refused as refused:
                             chunk = {"error": refused.info.to_json()}
                         yield _event(chunk)
@@ -223,19 +241,21 @@ class Conductor:
         completion = {**stored["completion"], "bidikv": {**record["info"], "cache": stored["cache"]}}
         return _as_events(completion) if stream else completion
 
-    async def check_template(self) -> None:
-        """Say in the log, at start-up, whether this model's sessions continue exactly.
+    async def check_template(self) -> bool:
+        """Return, and say in the log at start-up, whether this model's sessions continue exactly.
 
         Raises:
             Refused: they could not be rendered at all.
         """
-        if await self._renderer.appends():
+        appends = await self._renderer.appends()
+        if appends:
             logger.info("The chat template only appends: sessions continue D's own token ids.")
         else:
             logger.warning(
                 "The chat template rewrites its history: each turn is rendered afresh, and a lease serves the part "
                 "that has not changed."
             )
+        return appends
 
     async def close(self) -> None:
         """Close the connections to P."""
@@ -250,6 +270,8 @@ class _Said:
     request: TurnRequest
     vllm_request: Any
     delta: list[dict[str, Any]]
+    release: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+    """Gives the lease back where the caller said that it is not needed any more."""
 
     async def settle(self, completion: dict[str, Any]) -> dict[str, Any]:
         """Settle the turn, and tell in the completion's usage how much of the prompt was not computed.
@@ -280,7 +302,7 @@ class _Said:
             logger.warning("A chat completion was answered, but not kept: %s", refused)
             await self.turn.abandon_whatever_happens()
             return {}
-        return {"bidikv": info}
+        return {"bidikv": await self.release(info)}
 
 
 def _event(data: dict[str, Any]) -> str:
@@ -295,5 +317,6 @@ async def _as_events(completion: dict[str, Any]) -> AsyncIterator[str]:
         message["tool_calls"] = [{**call, "index": i} for i, call in enumerate(message["tool_calls"])]
     base = {name: completion.get(name) for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     yield _event({**base, "choices": [{"index": 0, "delta": message, "finish_reason": choice["finish_reason"]}]})
-    yield _event({**base, "choices": [], "usage": completion.get("usage"), "bidikv": completion["bidikv"]})
+    last = {name: completion.get(name) for name in ("usage", "system_fingerprint", "bidikv")}
+    yield _event({**base, "choices": [], **last})
     yield _DONE

@@ -164,6 +164,8 @@ class PrefillClient:
         """
         params = dict(reply["kv_transfer_params"])
         report = params.pop("bidikv")
+        # With this vLLM would show P's own prefix hits as D's, and hide whether D could read what P computed.
+        params.pop("remote_prefill_cached_tokens", None)
         (block_ids,) = params["remote_block_ids"]
         local_tokens, fetched_tokens = report["local_tokens"], report["fetched_tokens"]
         fetch_s, reason, read_age_s = report["fetch_s"], report["reason"], report["read_age_s"]

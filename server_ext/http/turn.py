@@ -78,7 +78,10 @@ class Clock:
 
 @dataclass(slots=True)
 class Reply:
-    """What the engine generated so far."""
+    """What the engine generated so far.
+
+    - `num_cached_tokens`: of the prompt, in D's own prefix cache or read from P; all of it where that read went well.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -227,6 +230,7 @@ class Turn:
                 "token_ids": kept_ids.tobytes(),
                 "chunk": json.dumps(transcript).encode(),
                 "reply": json.dumps({"completion": completion, "cache": cache.to_json()}).encode(),
+                "report": json.dumps(cache.to_json()).encode(),
                 "ttl_s": ttl_s,
                 "ended_by": f"tool:{calls[0]['function']['name']}" if calls else "stop",
                 "observed": self._observed(cache),
@@ -263,7 +267,7 @@ class Turn:
         """Say where the prompt's KV cache came from, and why."""
         plan = self.plan
         num_prompt = len(plan.prompt.token_ids)
-        if self._prefilled is not None:
+        if self._prefilled is not None and not self._handover_failed():
             fetched, reused = self._prefilled.fetched_tokens, self._prefilled.local_tokens
             outcome: Outcome = "fetched" if fetched else "prefilled" if reused else "recomputed"
         else:
@@ -282,16 +286,22 @@ class Turn:
             choice=plan.choice,
         )
 
+    def _handover_failed(self) -> bool:
+        """Tell whether D computed the prompt itself after all, for it could not read what P had computed."""
+        return self._prefilled is not None and self._reply.num_cached_tokens < len(self.plan.prompt.token_ids)
+
     def _observed(self, cache: CacheReport) -> dict[str, Any]:
         """Return what the home learns from (`core.cost.Observed`)."""
-        prefilled, timings = self._prefilled, cache.timings_s
+        # Where D computed after all, the report is of D's part, and nothing can be told of the others.
+        prefilled = None if self._handover_failed() else self._prefilled
+        timings = cache.timings_s
         return {
             "prompt_tokens": cache.prompt_tokens,
             "reused_tokens": cache.reused_tokens,
             "fetched_tokens": cache.fetched_tokens,
             "prefill_s": None if prefilled is None else timings.prefill,
             "fetch_s": timings.fetch,
-            "handover_s": timings.handover,
+            "handover_s": None if self._handover_failed() else timings.handover,
             "pair": None if prefilled is None else prefilled.url,
             "failed_pairs": self._failed_urls if prefilled is None else prefilled.failed_urls,
             "is_read_failed": prefilled is not None and prefilled.reason in {"read_failed", "ticket_late"},
@@ -299,6 +309,8 @@ class Turn:
 
     def _reason(self) -> Reason:
         plan = self.plan
+        if self._handover_failed():
+            return "read_failed"
         if self._prefill_reason is not None:
             return self._prefill_reason
         if self._prefilled is not None and self._prefilled.reason is not None:

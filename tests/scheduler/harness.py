@@ -111,8 +111,11 @@ class Harness:
         """Schedule one step, without an answer yet."""
         return self.scheduler.schedule()
 
-    def answer(self, step: Any, token_id: int = 1, **transfer: Any) -> None:
-        """Answer a step: `token_id` for each request that samples; `transfer` is of KVConnectorOutput."""
+    def answer(self, step: Any, token_id: int = 1, **transfer: Any) -> list[Any]:
+        """Answer a step: `token_id` for each request that samples; `transfer` is of KVConnectorOutput.
+
+        Returns what goes to the API server for each request that has something.
+        """
         req_ids = list(step.num_scheduled_tokens)
         sampled = []
         for req_id in req_ids:
@@ -125,7 +128,8 @@ class Harness:
             sampled_token_ids=sampled,
             kv_connector_output=KVConnectorOutput(**transfer) if transfer else None,
         )
-        self.scheduler.update_from_output(step, output)
+        outputs = self.scheduler.update_from_output(step, output)
+        return [told for client in outputs.values() for told in client.outputs]
 
     def run(self, request: Request, token_id: int = 1) -> None:
         """Run steps until a request has finished."""
