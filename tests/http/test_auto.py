@@ -177,9 +177,9 @@ def test_a_forced_fetch_without_a_lease_says_why(stack):
 
     async def scenario(client):
         await take(client, 1)
-        stack.engine.now_s += 100
+        await client.post("/v1/sessions/alice/release", json={"session_id": "alice"})
         cache = (await take(client, 2, bidikv={"route": "fetch"})).cache
-        assert (cache.outcome, cache.reason) == ("recomputed", "lease_expired")
+        assert (cache.outcome, cache.reason) == ("recomputed", "released")
 
     stack.run(scenario)
 
