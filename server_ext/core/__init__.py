@@ -2,7 +2,8 @@
 
 `home` answers the control channel's operations and composes the two tables: `sessions` (what was said) and
 `leases` (what stays in the block pool, over `holdings`, `ledger`, `deadlines`, `ticket_desk` and `revocation`).
-`policy` decides whose blocks give way, from what `gaps` and `rates` know; `metrics`, `snapshot` and `journal` tell
+`routing` chooses the way of each turn, by `cost_model`, `cost` and `rates` (over `linear_fit`; `steps` watches the
+scheduler). `policy` decides whose blocks give way, from what `gaps` and `rates` know; `metrics`, `snapshot` and `journal` tell
 operators. `tickets` signs and checks the permission to read; `ports` is what the engine must provide; `settings` and
 `errors` are shared.
 
