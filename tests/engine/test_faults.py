@@ -6,12 +6,14 @@ P answered within it. That both engines end with no block in use is checked behi
 
 import secrets
 import threading
+from array import array
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from server_ext.core.tickets import sign
+from server_ext.http.prefill_route import pack_ids
 
 from .common import eventually
 from .gate import Call, Gate, ticket_of
@@ -181,7 +183,7 @@ def test_a_prefill_node_that_gives_nonsense(rig: Rig) -> None:
     talk.right_turn(words(200))
 
     def cut(gate: Gate, call: Call) -> Any:
-        return gate.pass_on({**call, "token_ids": call["token_ids"][:40], "kv_transfer_params": {}})
+        return gate.pass_on({**call, "token_ids": pack_ids(array("i", range(40))), "kv_transfer_params": {}})
 
     with Gate(rig, cut):
         said = talk.right_turn("And now?")

@@ -40,6 +40,7 @@ from server_ext.engine.settings import EngineSettings
 from server_ext.http import messages_route
 from server_ext.http.conductor import Conductor
 from server_ext.http.plugin import BidiKVPlugin
+from server_ext.http.prefill_route import unpack_ids
 from tests.core.fakes import FakePool
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class FakePrefillNode:
     @staticmethod
     def rightly(body: dict[str, Any], **changes: Any) -> dict[str, Any]:
         """Return the right answer: what the ticket covers was fetched."""
-        num_tokens = len(body["token_ids"])
+        num_tokens = len(unpack_ids(body["token_ids"]))
         fetched = body["kv_transfer_params"].get("remote_num_tokens", 0)
         report = {"local_tokens": 0, "fetched_tokens": fetched, "fetch_s": 0.01 if fetched else None, "reason": None}
         report |= {"read_age_s": 0.02 if fetched else None, "fingerprint": "model"}
