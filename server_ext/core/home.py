@@ -7,7 +7,7 @@ ticket) · the request runs under the nonce, and the scheduler calls `finish` wh
 
 Every operation's result has `info`, the `bidikv` object of the wire (`cache` null), unless said otherwise; or
 only `error`, the error object of the wire, with nothing changed. Pure; may import the standard library,
-`bidikv_sdk.{wire, prefix}` and its neighbours.
+`bidikv_sdk.{wire, prefix}` and its neighbours. Long, because all operations stand in one place.
 """
 
 from collections.abc import Callable, Mapping, Sequence
