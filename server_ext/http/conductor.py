@@ -113,6 +113,8 @@ class Conductor:
         salt = self.tenants.cache_salt(caller.tenant, session_id=caller.session_id if recompute else None)
         vllm_request = request.to_vllm(place.tools, cache_salt=salt)
         prompt = await self._renderer.render(vllm_request, place.history, place.delta)
+        # For what vLLM counts in a history, such as the tool calls that Kimi's ids are numbered by.
+        vllm_request.messages = [*place.history.messages, *place.delta]
         rendered_s = time.perf_counter()
         route = request.route or self.settings.home.default_route
         route = "fetch" if route == "auto" else route
