@@ -29,7 +29,7 @@ router = APIRouter(prefix="/v1/sessions", tags=["bidikv"])
 
 _REQUEST_ID = "X-Request-Id"
 _MAX_REQUEST_ID_CHARS = 128
-_MAX_BODY_BYTES = 64 << 20  # a million tokens of text several times over; more is no chat
+MAX_BODY_BYTES = 64 << 20  # a million tokens of text several times over; more is no chat
 
 
 class ClosingStream(StreamingResponse):
@@ -115,8 +115,8 @@ async def body_of(raw_request: Request) -> dict[str, Any]:
     raw = bytearray()
     async for piece in raw_request.stream():
         raw += piece
-        if len(raw) > _MAX_BODY_BYTES:
-            msg = f"the body has more than {_MAX_BODY_BYTES} bytes; shorten the messages"
+        if len(raw) > MAX_BODY_BYTES:
+            msg = f"the body has more than {MAX_BODY_BYTES} bytes; shorten the messages"
             raise Refused(msg, code="request_too_large")
     try:
         body = json.loads(raw.decode()) if raw else {}

@@ -694,7 +694,7 @@ def test_a_body_that_is_none(stack, content, named):
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_a_body_that_is_too_large(stack, monkeypatch, is_chunked):
     """Also where its length is not told beforehand."""
-    monkeypatch.setattr(routes, "_MAX_BODY_BYTES", 100)
+    monkeypatch.setattr(routes, "MAX_BODY_BYTES", 100)
 
     async def pieces():
         for _ in range(30):
