@@ -23,6 +23,7 @@ from .leases import LeaseTable
 from .ops import read_arg
 from .policy import LeastValueFirst, RevocationOrder, least_remaining_first
 from .rates import ConstantRates
+from .session_record import page_of
 from .sessions import SessionTable
 from .tickets import TICKET_ID_PREFIX, build_ticket
 
@@ -144,10 +145,9 @@ class Home:
         key = (tenant, session_id)
         if turn in {1, None} and self._sessions.get(key) is None:
             if turn is None and parent_id is not None:
+                fork = {"tenant": tenant, "session_id": parent_id, "child_id": session_id}
                 with suppress(HomeError):
-                    self.fork(
-                        tenant=tenant, session_id=parent_id, child_id=session_id, at_turn=None, ttl_s=None, now_s=now_s
-                    )
+                    self.fork(**fork, at_turn=None, ttl_s=None, now_s=now_s)
             if self._sessions.get(key) is None:
                 self._sessions.open(key, b"", turn=0, replace=False, now_s=now_s)
         reply = self._sessions.check_turn(key, turn, idempotency_key, now_s=now_s)
@@ -312,20 +312,21 @@ class Home:
             raise SessionNotFound(msg)
         return {"info": self._info(key, now_s=now_s), "is_running": session.open_turn is not None}
 
-    def list_sessions(self, *, tenant: str | None, now_s: float) -> dict[str, Any]:
-        """List the sessions of a tenant, or all: `sessions`, each with `tenant`, `info` and `is_running`."""
+    def list_sessions(
+        self, *, tenant: str | None, now_s: float, limit: int | None = None, after: str | None = None
+    ) -> dict[str, Any]:
+        """List the sessions of a tenant, or all: `sessions`, each with `tenant`, `info` and `is_running`; or a page."""
         self.sweep(now_s=now_s)
-        return {
-            "sessions": [
-                {
-                    "tenant": session.key[0],
-                    "info": self._info(session.key, now_s=now_s),
-                    "is_running": session.open_turn is not None,
-                }
-                for session in self._sessions
-                if tenant is None or session.key[0] == tenant
-            ]
-        }
+        page, has_more = page_of([s for s in self._sessions if tenant in {None, s.key[0]}], limit, after)
+        sessions = [
+            {
+                "tenant": session.key[0],
+                "info": self._info(session.key, now_s=now_s),
+                "is_running": session.open_turn is not None,
+            }
+            for session in page
+        ]
+        return {"sessions": sessions, "has_more": has_more}
 
     def metrics(self, *, now_s: float) -> dict[str, Any]:
         """Return `metrics.HOME`, true at this moment, as `{"metrics": {name: [[label values, value], …]}}`."""

@@ -1,8 +1,9 @@
 """The record of one session: its history by turns, and how to cut it between two of them.
 
-Plain data; only `sessions` changes it.
+Plain data; only `sessions` changes it. `page_of` puts many of them in order.
 """
 
+import heapq
 from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -12,6 +13,8 @@ from bidikv_sdk.prefix import common_prefix_length
 from .errors import TurnConflict
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .records import Key
 
 # About what an empty record costs: its objects and its places in the tables.
@@ -97,3 +100,14 @@ class Session:
         reply_bytes = len(self.last_reply[1]) if self.last_reply is not None else 0
         ids_bytes = self.token_ids.itemsize * len(self.token_ids)
         return _RECORD_BYTES + sum(map(len, self.transcript)) + ids_bytes + reply_bytes
+
+
+def page_of(sessions: "Sequence[Session]", limit: int | None, after: str | None) -> "tuple[Sequence[Session], bool]":
+    """Return at most `limit` sessions by their ids, from the one behind `after` on, and whether others follow.
+
+    None for `limit` is all of them, in the given order.
+    """
+    if limit is None:
+        return sessions, False
+    rest = [session for session in sessions if after is None or session.key[1] > after]
+    return heapq.nsmallest(limit, rest, key=lambda session: session.key[1]), len(rest) > limit

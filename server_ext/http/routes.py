@@ -150,12 +150,15 @@ async def open_session(raw_request: Request) -> Response:
 @router.get("")
 @answers
 async def list_sessions(raw_request: Request) -> Response:
-    """List the caller's own sessions."""
+    """List the caller's own sessions, all of them or a page."""
     conductor: Conductor = raw_request.app.state.bidikv_conductor
-    tenant = conductor.tenants.tenant_of(raw_request.headers)
-    listing = await conductor.home.call("list", {"tenant": tenant})
+    query = raw_request.query_params
+    page = {"limit": turn_request.limit_of(query.get("limit")), "after": query.get("after")}
+    listing = await conductor.home.call("list", {"tenant": conductor.tenants.tenant_of(raw_request.headers), **page})
     sessions = [SessionInfo.from_json(session["info"]) for session in listing["sessions"]]
-    return JSONResponse(sessions_to_json(sessions), headers={_REQUEST_ID: request_id_of(raw_request)})
+    return JSONResponse(
+        sessions_to_json(sessions, has_more=listing["has_more"]), headers={_REQUEST_ID: request_id_of(raw_request)}
+    )
 
 
 @router.get("/{session_id}")

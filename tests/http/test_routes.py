@@ -773,3 +773,36 @@ def test_vllms_own_refusals_keep_their_words(stack):
         assert stack.num_pinned == 0
 
     stack.run(scenario)
+
+
+# ---------------------------------------------------------------- pages
+
+
+def test_the_list_comes_in_pages(stack):
+    """By ids, each session once, and the last page says that it is the last."""
+
+    async def scenario(client):
+        for name in ("c", "a", "e", "b", "d"):
+            await client.post("/v1/sessions", json={"session_id": name})
+        whole = (await client.get("/v1/sessions")).json()
+        assert (len(whole["data"]), whole["has_more"]) == (5, False)
+        pages, after = [], {}
+        while True:
+            page = (await client.get("/v1/sessions", params={"limit": 2, **after})).json()
+            pages.append([info["session"] for info in page["data"]])
+            if not page["has_more"]:
+                return pages
+            after = {"after": pages[-1][-1]}
+
+    assert stack.run(scenario) == [["a", "b"], ["c", "d"], ["e"]]
+
+
+@pytest.mark.parametrize("limit", ["0", "1001", "-1", "x", "", "²", "9" * 40])
+def test_a_page_has_a_size(stack, limit):
+    """A number that cannot be one is refused by name."""
+
+    async def scenario(client):
+        reply = await client.get("/v1/sessions", params={"limit": limit})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "limit")
+
+    stack.run(scenario)
