@@ -326,10 +326,8 @@ class FakeServer:
     def _control(self, verb: str, session_id: str, body: dict[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
         store = self._store
         if verb == "models":
-            return {
-                "object": "list",
-                "data": [{"id": store.model, "object": "model", "created": 0, "owned_by": "fake"}],
-            }
+            model = {"id": store.model, "object": "model", "created": 0, "owned_by": "fake"}
+            return {"object": "list", "data": [model]}
         if verb == "list":
             return store.page(query)
         if verb == "open":
@@ -345,6 +343,8 @@ class FakeServer:
             store.drop_lease(session, "released", "released")
             if verb == "end":
                 del store.sessions[session_id]
+        elif verb == "get":
+            return {"bidikv": store.shown(session).to_json()}
         return {"bidikv": store.info(session).to_json()}
 
     def _turn(self, session_id: str, key: str | None, body: dict[str, Any], fault: _Fault | None) -> FakeReply:

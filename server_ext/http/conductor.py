@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bidikv_sdk.chunks import ChunkSum
+from bidikv_sdk.wire import Choice
 from server_ext.engine import compat
 from server_ext.http.errors import Refused, refused_by_vllm, vllm_errors
 from server_ext.http.home_client import HomeClient
@@ -116,14 +117,12 @@ class Conductor:
         # For what vLLM counts in a history, such as the tool calls that Kimi's ids are numbered by.
         vllm_request.messages = [*place.history.messages, *place.delta]
         rendered_s = time.perf_counter()
-        route = request.route or self.settings.home.default_route
-        route = "fetch" if route == "auto" else route
         arg |= {"turn": told.turn + 1, "revision": told.revision, "num_kept": place.num_kept}
-        begun = await self._begin(arg, prompt, want_ticket=route == "fetch")
+        begun = await self._begin(arg, prompt, request.route or self.settings.home.default_route)
         if begun["reply"] is not None:  # another try of the same turn has completed in the meantime
             return self._replay(begun, stream=request.stream)
         clock = Clock(started_s=started_s, rendered_s=rendered_s, begun_s=time.perf_counter())
-        turn = self._turn(caller, request, place, prompt, route, begun, clock)
+        turn = self._turn(caller, request, place, prompt, begun, clock)
         said = _Said(turn, request, vllm_request, place.delta, functools.partial(self._release, caller))
         try:
             result = await self._generate(turn, vllm_request, prompt.token_ids, raw_request)
@@ -149,7 +148,7 @@ class Conductor:
             return info
         return {**released["info"], "cache": info["cache"]}
 
-    async def _begin(self, arg: dict[str, Any], prompt: Prompt, *, want_ticket: bool) -> dict[str, Any]:
+    async def _begin(self, arg: dict[str, Any], prompt: Prompt, route: Route) -> dict[str, Any]:
         def undo(late: dict[str, Any]) -> None:
             if late["reply"] is None:
                 self.home.call_soon("abandon", {"nonce": late["nonce"], "return_ticket": True})
@@ -157,7 +156,8 @@ class Conductor:
         arg = {
             **arg,
             "prompt_ids": prompt.token_ids.tobytes(),
-            "want_ticket": want_ticket and bool(self.settings.prefill_urls),
+            "route": route,
+            "prefill_urls": list(self.settings.prefill_urls),
         }
         return await self.home.call("begin", arg, on_late=undo)
 
@@ -167,18 +167,18 @@ class Conductor:
         request: TurnRequest,
         place: Place,
         prompt: Prompt,
-        route: Route,
         begun: dict[str, Any],
         clock: Clock,
     ) -> Turn:
-        fresh = self.settings.fresh_prefill_salt or route == "recompute"
+        fresh = self.settings.fresh_prefill_salt or begun["route"] == "recompute"
         plan = Plan(
             nonce=begun["nonce"],
             fingerprint=begun["fingerprint"],
             request_id=caller.request_id,
             prompt=prompt,
-            route=route,
-            forced=request.route is not None,
+            route=begun["route"],
+            choice=None if begun["choice"] is None else Choice.from_json(begun["choice"]),
+            forced=request.route not in {None, "auto"},
             ticket=begun["ticket"],
             held_tokens=begun["held_tokens"],
             diverged_at=begun["diverged_at"],
@@ -243,19 +243,21 @@ class Conductor:
         completion = {**stored["completion"], "bidikv": {**record["info"], "cache": stored["cache"]}}
         return _as_events(completion) if stream else completion
 
-    async def check_template(self) -> None:
-        """Say in the log, at start-up, whether this model's sessions continue exactly.
+    async def check_template(self) -> bool:
+        """Return, and say in the log at start-up, whether this model's sessions continue exactly.
 
         Raises:
             Refused: they could not be rendered at all.
         """
-        if await self._renderer.appends():
+        appends = await self._renderer.appends()
+        if appends:
             logger.info("The chat template only appends: sessions continue D's own token ids.")
         else:
             logger.warning(
                 "The chat template rewrites its history: each turn is rendered afresh, and a lease serves the part "
                 "that has not changed."
             )
+        return appends
 
     async def close(self) -> None:
         """Close the connections to P."""

@@ -52,8 +52,8 @@ MODEL = "tiny"
 
 
 def make_settings(**changes: Any) -> EngineSettings:
-    """Return D's settings: one P, no minimum for a ticket."""
-    home = HomeSettings(budget_fraction=1.0, min_fetch_tokens=1)
+    """Return D's settings: one P, fetches where the caller says nothing, no minimum for a ticket."""
+    home = HomeSettings(budget_fraction=1.0, min_fetch_tokens=1, default_route="fetch")
     values = {
         "role": "decode",
         "secret": SECRET,
@@ -103,6 +103,7 @@ class FakePrefillNode:
             "remote_request_id": "r",
             "remote_host": "127.0.0.1",
             "remote_port": 5600,
+            "remote_prefill_cached_tokens": 0,  # vLLM's own word for what P reused
             "bidikv": report,
         }
         return {"kv_transfer_params": params | changes}
@@ -115,6 +116,7 @@ class Script:
     - `text` or `token_ids`: of the reply; the end-of-turn token follows unless `is_cut`.
     - `fail_after`: raise `error` after so many tokens.
     - `pause_after`: wait for `gate` after so many tokens.
+    - `num_cached_tokens`: of the prompt, before it read anything from P; and whether that read fails.
     """
 
     text: str = "Hello there."
@@ -124,6 +126,8 @@ class Script:
     error: Exception = field(default_factory=lambda: RuntimeError("the engine broke"))
     pause_after: int | None = None
     gate: asyncio.Event = field(default_factory=asyncio.Event)
+    num_cached_tokens: int = 0
+    is_read_failing: bool = False
 
 
 class FakeEngine:
@@ -198,6 +202,7 @@ class FakeEngine:
         said = said if script.is_cut else [*said, EOS_ID]
         core_request = EngineCoreRequest(request_id, list(prompt_ids), None, params, None, 0.0, None, None, None)
         detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, core_request)
+        reads = "kv_transfer_params" in (params.extra_args or {}) and not script.is_read_failing
         is_delta, ids = params.output_kind == RequestOutputKind.DELTA, []
         try:
             for i, token_id in enumerate(said):
@@ -221,7 +226,7 @@ class FakeEngine:
                         None,
                         [piece],
                         is_last,
-                        num_cached_tokens=0,
+                        num_cached_tokens=len(prompt_ids) if reads else script.num_cached_tokens,
                         kv_transfer_params={"remote_host": "a secret host"} if is_last else None,
                     )
                 if is_last:

@@ -1,0 +1,1 @@
+"""Simulates fleets of prefill and decode engines, without engines."""
