@@ -24,6 +24,7 @@ from .ops import read_arg
 from .policy import LeastValueFirst, RevocationOrder, least_remaining_first
 from .rates import LearnedRates, MarginalRates
 from .routing import Routing, choice_info
+from .session_record import page_of
 from .sessions import SessionTable
 from .tickets import TICKET_ID_PREFIX, build_ticket
 
@@ -152,10 +153,9 @@ class Home:
         key = (tenant, session_id)
         if turn in {1, None} and self._sessions.get(key) is None:
             if turn is None and parent_id is not None:
+                fork = {"tenant": tenant, "session_id": parent_id, "child_id": session_id}
                 with suppress(HomeError):
-                    self.fork(
-                        tenant=tenant, session_id=parent_id, child_id=session_id, at_turn=None, ttl_s=None, now_s=now_s
-                    )
+                    self.fork(**fork, at_turn=None, ttl_s=None, now_s=now_s)
             if self._sessions.get(key) is None:
                 self._sessions.open(key, b"", turn=0, replace=False, now_s=now_s)
         reply = self._sessions.check_turn(key, turn, idempotency_key, now_s=now_s)
@@ -331,11 +331,14 @@ class Home:
             raise session_is_unknown(session_id)
         return self._shown(session, now_s=now_s)
 
-    def list_sessions(self, *, tenant: str | None, now_s: float) -> dict[str, Any]:
-        """List the sessions of a tenant, or all: `sessions`, each with `tenant` and what `get` returns."""
+    def list_sessions(
+        self, *, tenant: str | None, now_s: float, limit: int | None = None, after: str | None = None
+    ) -> dict[str, Any]:
+        """List the sessions of a tenant, or all, or a page: `sessions`, each with `tenant` and what `get` returns."""
         self.sweep(now_s=now_s)
-        wanted = [session for session in self._sessions if tenant in {None, session.key[0]}]
-        return {"sessions": [{"tenant": session.key[0], **self._shown(session, now_s=now_s)} for session in wanted]}
+        page, has_more = page_of([s for s in self._sessions if tenant in {None, s.key[0]}], limit, after)
+        sessions = [{"tenant": session.key[0], **self._shown(session, now_s=now_s)} for session in page]
+        return {"sessions": sessions, "has_more": has_more}
 
     def metrics(self, *, now_s: float) -> dict[str, Any]:
         """Return `metrics.HOME`, true at this moment, as `{"metrics": {name: [[label values, value], …]}}`."""

@@ -114,6 +114,8 @@ class Conductor:
         salt = self.tenants.cache_salt(caller.tenant, session_id=caller.session_id if recompute else None)
         vllm_request = request.to_vllm(place.tools, cache_salt=salt)
         prompt = await self._renderer.render(vllm_request, place.history, place.delta)
+        # For what vLLM counts in a history, such as the tool calls that Kimi's ids are numbered by.
+        vllm_request.messages = [*place.history.messages, *place.delta]
         rendered_s = time.perf_counter()
         arg |= {"turn": told.turn + 1, "revision": told.revision, "num_kept": place.num_kept}
         begun = await self._begin(arg, prompt, request.route or self.settings.home.default_route)

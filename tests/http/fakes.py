@@ -255,7 +255,9 @@ class FakeEngine:
             self.pool.give_back(block_ids)
 
 
-def make_online_renderer(vllm_config: Any, renderer: Any, template: str | None = None) -> OnlineRenderer:
+def make_online_renderer(
+    vllm_config: Any, renderer: Any, template: str | None = None, reasoning_parser: str | None = None
+) -> OnlineRenderer:
     """Return the part of vLLM's chat serving that renders, with a chat template of the test."""
     return OnlineRenderer(
         vllm_config.model_config,
@@ -265,6 +267,7 @@ def make_online_renderer(vllm_config: Any, renderer: Any, template: str | None =
         chat_template_content_format="auto",
         enable_auto_tools=True,
         tool_parser="hermes",
+        reasoning_parser=reasoning_parser,
     )
 
 
@@ -286,9 +289,16 @@ class Stack:
             attach_endpoint_plugins(self.app, ("generate",))
         self.configure()
 
-    def configure(self, *, has_keys: bool = False, template: str | None = None, **settings: Any) -> None:
-        """Build the conductor anew, with a chat template in place of the model's own."""
-        online = make_online_renderer(self._vllm_config, self._renderer, template)
+    def configure(
+        self,
+        *,
+        has_keys: bool = False,
+        template: str | None = None,
+        reasoning_parser: str | None = None,
+        **settings: Any,
+    ) -> None:
+        """Build vLLM's serving and the conductor anew, with a chat template in place of the model's own."""
+        online = make_online_renderer(self._vllm_config, self._renderer, template, reasoning_parser=reasoning_parser)
         models = OpenAIServingModels(self.engine, [BaseModelPath(MODEL, MODEL)])
         options = {
             "online_renderer": online,
@@ -297,6 +307,7 @@ class Stack:
             "chat_template_content_format": "auto",
             "enable_auto_tools": True,
             "tool_parser": "hermes",
+            "reasoning_parser": reasoning_parser or "",
         }
         serving = OpenAIServingChat(self.engine, models, "assistant", **options)
         for app in (self.app, self.stock):
