@@ -2,8 +2,8 @@
 
 The life of a turn: `begin` (what does its session still hold?) · `admit` (its request gets blocks, from leases where
 the pool is short, as on the server) · `end` (the blocks become the session's lease, as far as the budget allows). A
-block is a chunk of tokens, and a chunk's id stands for all up to its end. Not modelled: blocks that sessions share,
-and what an ended lease leaves in the prefix cache.
+block is a chunk of tokens, and a chunk's id stands for all up to its end. What nobody holds stays in the prefix cache
+until it is taken. Not modelled: blocks that sessions share.
 """
 
 from array import array
@@ -33,48 +33,63 @@ _MAX_ID: Final = int(np.iinfo(np.int32).max)
 
 
 class NumberPool:
-    """Counted references on numbered blocks (`server_ext.core.ports.BlockPins`)."""
+    """Counted references on numbered blocks (`server_ext.core.ports.BlockPins`).
+
+    As in vLLM, free blocks keep what is in them until they are taken, and those that were freed first are taken first.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         # The same memory twice: a loop is faster for a few blocks, numpy for many.
         self._references = array("i", bytes(4 * num_blocks))
         self._references_view = np.frombuffer(self._references, dtype=np.int32)
-        self._free = array("i", range(num_blocks))
+        self._free = OrderedDict.fromkeys(range(num_blocks))
+        self._seals: list[object | None] = [None] * num_blocks
 
     def pin(self, block_ids: Sequence[int]) -> None:
-        """Take a reference on each; blocks that nobody holds come from `take` only."""
-        if len(block_ids) > _FEW:
-            self._references_view[np.asarray(block_ids)] += 1
-            return
+        """Take a reference on each, of those that are free too."""
         references = self._references
+        if len(block_ids) > _FEW:
+            ids = np.asarray(block_ids, dtype=np.int32)
+            for block_id in ids[self._references_view[ids] == 0].tolist():
+                del self._free[block_id]
+            self._references_view[ids] += 1
+            return
         for block_id in block_ids:
+            if not references[block_id]:
+                del self._free[block_id]
             references[block_id] += 1
 
     def unpin(self, block_ids: Sequence[int]) -> None:
         """Give back a reference on each."""
+        references, free = self._references, self._free
         if len(block_ids) > _FEW:
             ids = np.asarray(block_ids, dtype=np.int32)
             self._references_view[ids] -= 1
-            self._free.frombytes(ids[self._references_view[ids] == 0].tobytes())
+            free.update(dict.fromkeys(ids[self._references_view[ids] == 0].tolist()))
             return
-        references, free = self._references, self._free
         for block_id in block_ids:
             left = references[block_id] = references[block_id] - 1
             if not left:
-                free.append(block_id)
+                free[block_id] = None
 
     def take(self, num_blocks: int) -> "array[int]":
-        """Return so many free blocks, with a reference on each; there must be as many."""
-        if not num_blocks:
-            return array("i")
-        ids = self._free[-num_blocks:]
-        del self._free[-num_blocks:]
-        self.pin(ids)
+        """Return so many free blocks, with a reference on each, and with a new seal; there must be as many."""
+        free, references, seals = self._free, self._references, self._seals
+        seal = object()
+        ids = array("i", [free.popitem(last=False)[0] for _ in range(num_blocks)])
+        for block_id in ids:
+            references[block_id] = 1
+            seals[block_id] = seal
         return ids
 
     def num_references(self, block_id: int) -> int:
         """Return all references on a block."""
         return self._references[block_id]
+
+    def seals(self, block_ids: Sequence[int]) -> list[object | None]:
+        """Return the seals of blocks: each is that of its last `take`."""
+        seals = self._seals
+        return [seals[block_id] for block_id in block_ids]
 
     def num_free_blocks(self) -> int:
         """Return the number of free blocks."""
@@ -95,11 +110,13 @@ class Request:
     """[chunks of the prompt and the answer]."""
     begun: Begun
     held_tokens: int
-    """Of those that it could reuse, still held when it began."""
+    """Of those that it could reuse, held by a lease when it began."""
+    cached_tokens: int
+    """Of the same, in the engine's prefix cache, leased or not."""
+    num_shared: int
+    """Leading chunks that the session's last turn had too."""
     block_ids: "array[int]"
     """[chunks]; empty until it is admitted."""
-    num_revocations: int
-    """Of its engine when it began: while there are no more, all that matched is still there."""
 
 
 class DecodeMemory:
@@ -116,7 +133,6 @@ class DecodeMemory:
         self.pool = NumberPool(max(1, pool_tokens // chunk_tokens))
         self.chunk_tokens = chunk_tokens
         self.revoked_tokens = 0
-        self._num_revocations = 0
         self._gaps = GapModel(max_sessions=settings.max_sessions)
         numbers = count()
         self._swept_s = 0.0
@@ -130,7 +146,8 @@ class DecodeMemory:
             new_ticket_id=lambda: f"ticket-{next(numbers)}",
             order=LeastValueFirst(self._gaps, rates, self.pool.num_references, block_size=1),
         )
-        self._blocks: dict[Key, array[int]] = {}
+        self._blocks: dict[Key, tuple[array[int], list[object | None]]] = {}
+        """Of each session's last request, with their seals."""
         self._ids: dict[Key, array[int]] = {}
         self._used: OrderedDict[Key, float] = OrderedDict()
         """When the last turn of each session that has none open ended."""
@@ -176,25 +193,27 @@ class DecodeMemory:
         begun = self.table.begin(
             key, ids[: -(-prompt_tokens // chunk)], fingerprint, now_s=now_s, want_ticket=want_ticket, nonce=nonce
         )
-        is_whole = begun.held_tokens > 0 and begun.matched_tokens >= shared_tokens // chunk
-        held = shared_tokens if is_whole else begun.matched_tokens * chunk
         self._ids[key] = ids
-        return Request(key, nonce, ids, begun, held, array("i"), self._num_revocations)
+
+        def tokens(num_chunks: int) -> int:
+            # A last chunk that is not full counts where all before it is there.
+            return shared_tokens if num_chunks >= shared_tokens // chunk and num_shared else num_chunks * chunk
+
+        held = tokens(begun.matched_tokens) if begun.held_tokens else 0
+        cached = tokens(len(self._cached_ids(key, num_shared)))
+        return Request(key, nonce, ids, begun, held, max(held, cached), num_shared, array("i"))
 
     def admit(self, request: Request, *, now_s: float) -> bool:
-        """Give a request its blocks, those of its session's lease first; return False where it does not fit."""
-        pool, num_matched = self.pool, request.begun.matched_tokens
-        if num_matched and request.num_revocations != self._num_revocations:
-            num_matched = min(num_matched, self.table.info(request.key, now_s=now_s).num_blocks)
-        own_ids = self._blocks[request.key][:num_matched] if num_matched else array("i")
+        """Give a request its blocks, those that the prefix cache has first; return False where it does not fit."""
+        pool = self.pool
+        own_ids = self._cached_ids(request.key, request.num_shared)
         if own_ids:
             pool.pin(own_ids)
-        num_missing = len(request.ids) - num_matched
+        num_missing = len(request.ids) - len(own_ids)
         num_short = num_missing - pool.num_free_blocks()
         if num_short > 0:
             num_freed = self.table.revoke(num_short, now_s=now_s, all_or_nothing=True)
             self.revoked_tokens += num_freed * self.chunk_tokens
-            self._num_revocations += 1
         if num_missing > pool.num_free_blocks():
             if own_ids:
                 pool.unpin(own_ids)
@@ -210,8 +229,8 @@ class DecodeMemory:
             table.finish(request.nonce, request.block_ids, len(request.ids), request.ids, now_s=now_s)
             self.pool.unpin(request.block_ids)
             if table.is_open(request.nonce):
-                info = table.settle(request.nonce, len(request.ids), ttl_s=None, now_s=now_s)
-                self._blocks[key] = request.block_ids[: info.num_blocks]
+                table.settle(request.nonce, len(request.ids), ttl_s=None, now_s=now_s)
+            self._blocks[key] = request.block_ids, self.pool.seals(request.block_ids)
         else:
             table.abandon(request.nonce, return_ticket=True, now_s=now_s)
         self._used[key] = self._swept_s = now_s
@@ -230,6 +249,19 @@ class DecodeMemory:
         self._ids.pop(key, None)
         self._blocks.pop(key, None)
         self._used.pop(key, None)
+
+    def _cached_ids(self, key: Key, num_chunks: int) -> "array[int]":
+        """Return those of the first blocks of a session's last request that still have what was computed."""
+        found = self._blocks.get(key)
+        if found is None:
+            return array("i")
+        block_ids, seals = found
+        intact = 0
+        for before, now in zip(seals[:num_chunks], self.pool.seals(block_ids[:num_chunks]), strict=True):
+            if before is not now:
+                break
+            intact += 1
+        return block_ids[:intact]
 
     def _forget_old(self, now_s: float) -> None:
         """Drop the sessions that ended their last turn too long ago."""

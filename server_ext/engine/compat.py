@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm import SamplingParams
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPullConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
@@ -44,8 +44,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ChatCompletionRequest",
+    "ChatCompletionResponse",
     "EngineDeadError",
     "KVConnectorRole",
+    "KVConnectorWorkerMetadata",
     "NixlBaseConnector",
     "NixlPullConnector",
     "NixlPullConnectorScheduler",
@@ -54,6 +56,7 @@ __all__ = [
     "RequestStatus",
     "SamplingParams",
     "VLLMError",
+    "attention_tokens",
     "call_control",
     "create_error_response",
     "guard_allocations",
@@ -336,6 +339,17 @@ def pause_nixl_progress_thread(delay_us: int) -> None:
 
     build_with_pause.bidikv_paused = True  # type: ignore[attr-defined]
     nixl_api.nixlBind.nixlAgent = build_with_pause
+
+
+def attention_tokens(vllm_config: VllmConfig) -> float:
+    """Return the length of a prompt at which attention costs as much as the weights, of a dense model's shape."""
+    model = vllm_config.model_config
+    parallel, config = vllm_config.parallel_config, model.hf_text_config
+    hidden, attention = model.get_hidden_size(), model.get_num_attention_heads(parallel) * model.get_head_size()
+    key_value = model.get_num_kv_heads(parallel) * model.get_head_size()
+    feed_forward = getattr(config, "intermediate_size", None) or 4 * hidden
+    num_weights_per_layer = 2 * hidden * (attention + key_value) + 3 * hidden * feed_forward
+    return float(num_weights_per_layer / attention)
 
 
 def is_cpu_platform() -> bool:

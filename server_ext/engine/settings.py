@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
 Role = Literal["prefill", "decode"]
 _MIN_SECRET_BYTES = 16
+_NAMES = (
+    "session_id_fields",
+    "session_id_headers",
+    "parent_id_fields",
+    "parent_id_headers",
+    "session_final_headers",
+)
 _OWN_KEYS = frozenset(
     {
         "role",
@@ -23,8 +30,7 @@ _OWN_KEYS = frozenset(
         "prefill_timeout_s",
         "control_timeout_s",
         "fresh_prefill_salt",
-        "session_id_fields",
-        "session_id_headers",
+        *_NAMES,
     }
 )
 
@@ -45,6 +51,9 @@ class EngineSettings:
     - `session_id_fields`, `session_id_headers`: where a chat completion may name its session beside vLLM's own places
       (`session_id`, `X-Session-ID`, `vllm_xargs.session_id`), such as `conversation_id` and `X-Correlation-ID`; body
       fields come before headers, each in the given order (D only).
+    - `parent_id_fields`, `parent_id_headers`: where it may name the session that its own branches off, beside
+      `parent_session_id` and `X-Parent-Session-ID` (D only).
+    - `session_final_headers`: of which one that is `true` says that the session ends with this request (D only).
     """
 
     role: Role
@@ -55,7 +64,10 @@ class EngineSettings:
     fresh_prefill_salt: bool
     home: HomeSettings
     session_id_fields: tuple[str, ...] = ()
-    session_id_headers: tuple[str, ...] = ()
+    session_id_headers: tuple[str, ...] = ("X-Dynamo-Session-ID",)
+    parent_id_fields: tuple[str, ...] = ()
+    parent_id_headers: tuple[str, ...] = ("X-Dynamo-Parent-Session-ID",)
+    session_final_headers: tuple[str, ...] = ("X-Dynamo-Session-Final",)
 
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig) -> EngineSettings:
@@ -97,8 +109,7 @@ class EngineSettings:
             prefill_timeout_s=_seconds(config, "prefill_timeout_s", default=None),
             control_timeout_s=_seconds(config, "control_timeout_s", default=30.0) or 30.0,
             fresh_prefill_salt=_flag(config, "fresh_prefill_salt"),
-            session_id_fields=_names(config, "session_id_fields"),
-            session_id_headers=_names(config, "session_id_headers"),
+            **{name: _names(config, name) for name in _NAMES if name in config},
             home=HomeSettings.from_config({k: v for k, v in config.items() if k not in _OWN_KEYS}),
         )
 
@@ -137,7 +148,7 @@ def _flag(config: Mapping[str, Any], name: str) -> bool:
 
 
 def _names(config: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    value = config.get(name, [])
+    value = config[name]
     if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
         msg = f"bidikv setting {name} is {value!r}; give a list of names like 'conversation_id'"
         raise ValueError(msg)

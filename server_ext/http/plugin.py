@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from server_ext.engine.compat import require_supported_version
 from server_ext.engine.settings import EngineSettings
-from server_ext.http import chat_route, metrics, prefill_route, routes
+from server_ext.http import chat_route, messages_route, metrics, prefill_route, routes
 from server_ext.http.conductor import Conductor
 from server_ext.http.metrics import HomeMetrics, turn_metrics
 from server_ext.http.prefill_route import PrefillService
@@ -54,5 +54,6 @@ class BidiKVPlugin:
         has_keys = bool(args.api_key or os.environ.get("VLLM_API_KEY"))
         state.bidikv_conductor = Conductor(engine_client, state.openai_serving_chat, settings, has_keys=has_keys)
         await state.bidikv_conductor.check_template()
+        messages_route.attach(state)
         state.bidikv_metrics = HomeMetrics(engine_client)
         turn_metrics()  # so that its series exist from the start

@@ -176,7 +176,7 @@ class Fleet:
         ready_s = now_s + self._rates.control_s + home.batch.step_s
         turn.idle_s = self._rates.control_s
         if route == "local":
-            turn.cached_tokens = turn.request.held_tokens
+            turn.cached_tokens = turn.request.cached_tokens
             self._at(ready_s - now_s, self._arrived, turn)
         else:
             self._to_prefill(turn, ready_s)
@@ -234,8 +234,9 @@ class Fleet:
             home.memory.table.return_ticket(turn.request.begun.ticket.ticket_id, now_s=now_s)
             if home.waiting:
                 self._admit(home)
-        held = 0 if self._route == "recompute" else turn.request.held_tokens
-        duration_s = (turn.prompt_tokens - held) * rates.handover_s_per_token
+        # What is computed again carries a salt of its own, also on D.
+        cached = 0 if self._route == "recompute" else turn.request.cached_tokens
+        duration_s = (turn.prompt_tokens - cached) * rates.handover_s_per_token
         turn.idle_s += duration_s + rates.handover_fixed_s + rates.step_s(1, turn.prompt_tokens)
         sent_s = prefill.outbound.reserve(duration_s, now_s=now_s)
         end_s = max(sent_s, home.inbound.reserve(duration_s, now_s=now_s)) + rates.handover_fixed_s

@@ -22,7 +22,8 @@ def begin(home, *, turn, ids, now_s=0.0, key=KEY, **changes):
         "idempotency_key": f"k{turn}",
         "prompt_ids": packed(ids),
         "fingerprint": "model-1",
-        "want_ticket": True,
+        "route": "fetch",
+        "prefill_urls": ["http://p"],
     }
     return home.handle("begin", arg | changes, now_s=now_s)
 
@@ -52,7 +53,7 @@ def settle(home, nonce, ids, *, now_s=0.0, **changes):
 def run_turn(home, pool, *, turn, ids, now_s=0.0, key=KEY):
     """Run one whole turn; return what settle returned."""
     assert "error" not in home.handle("load", {**key, "turn": turn}, now_s=now_s)
-    nonce = begin(home, turn=turn, ids=ids, now_s=now_s, key=key, want_ticket=False)["nonce"]
+    nonce = begin(home, turn=turn, ids=ids, now_s=now_s, key=key, route="prefill")["nonce"]
     run_request(home, pool, nonce, ids, now_s=now_s)
     return settle(home, nonce, ids, now_s=now_s)
 
@@ -146,7 +147,7 @@ def test_a_begin_that_fails_half_way_is_undone():
     with pytest.raises(RuntimeError):
         begin(home, turn=2, ids=some_ids(12))
     assert home.handle("get", KEY, now_s=0)["info"]["pool"]["pending_ticket_blocks"] == 0
-    assert begin(home, turn=2, ids=some_ids(12), want_ticket=False)["held_tokens"] == 9
+    assert begin(home, turn=2, ids=some_ids(12), route="prefill")["held_tokens"] == 9
 
 
 def test_a_turn_whose_conductor_died_is_taken_over():
@@ -243,7 +244,7 @@ def test_extend_release_and_end():
     ("op", "extra"),
     [
         ("load", {"turn": 2}),
-        ("begin", {"turn": 1, "prompt_ids": b"", "fingerprint": "", "want_ticket": True}),
+        ("begin", {"turn": 1, "prompt_ids": b"", "fingerprint": "", "route": "fetch"}),
         ("extend", {"ttl_s": 5}),
         ("release", {}),
         ("fork", {"child_id": "c"}),
@@ -422,7 +423,7 @@ def test_the_scheduler_sweeps_revokes_and_releases():
         ("abandon", {"nonce": "n", "return_ticket": None}, "return_ticket is missing"),
         (
             "begin",
-            KEY | {"turn": 1, "prompt_ids": b"12345", "fingerprint": "f", "want_ticket": True},
+            KEY | {"turn": 1, "prompt_ids": b"12345", "fingerprint": "f", "route": "fetch"},
             "prompt_ids has 5 bytes: give token ids as packed int32, 4 bytes each",
         ),
     ],

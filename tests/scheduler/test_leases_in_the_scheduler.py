@@ -82,6 +82,25 @@ def test_a_read_from_p_that_fails_is_computed_on_d(make_harness):
     assert d.settle(begun, list(request.all_token_ids))["lease"]["num_tokens"] == 41
 
 
+@pytest.mark.parametrize("num_cached", [0, BLOCK_SIZE], ids=["nothing", "a block"])
+@pytest.mark.parametrize("fails", [False, True], ids=["read", "failed"])
+def test_vllm_tells_what_d_has_read(make_harness, num_cached, fails):
+    """With the first token comes how much of the prompt was there: all of it, or, where the read failed, D's own part.
+
+    The conductor's report relies on it.
+    """
+    d = make_harness("decode", num_blocks=20)
+    if num_cached:
+        d.run(d.add("before", ids(num_cached + 1), max_tokens=1))
+    d.add("r", ids(40), transfer=FROM_P, max_tokens=2)
+    step = d.step()
+    (blocks,) = d.scheduler.kv_cache_manager.get_block_ids("r")
+    unread = set(blocks[num_cached // BLOCK_SIZE :])
+    d.answer(step, finished_recving={"r"}, **({"failed_recving": {"r"}, "invalid_block_ids": unread} if fails else {}))
+    (output,) = d.answer(d.step())
+    assert output.prefill_stats.num_cached_tokens == (num_cached if fails else 40)
+
+
 def test_parameters_that_nobody_signed_are_ignored(make_harness):
     """A client's own transfer parameters never make D read from anywhere."""
     d = make_harness("decode", num_blocks=20)

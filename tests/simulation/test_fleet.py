@@ -87,12 +87,21 @@ def test_without_prefill_engines_every_turn_is_computed_where_it_is_decoded():
 # ---------------------------------------------------------------- leases
 
 
-def test_a_lease_that_ends_before_the_next_turn():
-    """A gap longer than the lease's life costs the whole prompt; a shorter one does not."""
+def test_a_lease_that_ended_is_regained_while_nobody_took_its_blocks():
+    """A gap longer than the lease's life costs nothing on an idle engine: the blocks are still in its prefix cache."""
     found = results(session(turn(1_000), turn(100, gap=61), turn(100, gap=59)), ttl=60)
-    assert found.outcomes == {"fetched": 0.5, "recomputed": 0.5}
+    assert found.outcomes == {"fetched": 1}
     assert found.reasons == {"cheapest": 0.5, "lease_expired": 0.5}
     assert found.leases["expired"] == 2  # the last one too, for nobody ended the session
+
+
+def test_a_lease_that_ended_is_lost_when_others_took_its_blocks():
+    """What expired is the first that a request of another session overwrites."""
+    other = session(turn(45_000), start=100)
+    found = results(session(turn(30_000), turn(100, gap=1_000)), other, ttl=30)
+    assert found.outcomes == {"recomputed": 1}
+    assert found.reasons == {"lease_expired": 1}
+    assert results(session(turn(30_000), turn(100, gap=1_000)), ttl=30).outcomes == {"fetched": 1}
 
 
 def test_agents_that_hold_keep_their_lease_through_tool_calls_only():
