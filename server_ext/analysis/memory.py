@@ -23,6 +23,7 @@ from server_ext.core.records import Begun, Key
 from server_ext.core.settings import HomeSettings
 
 if TYPE_CHECKING:
+    from server_ext.core.leases import WantsTicket
     from server_ext.core.rates import Rates
 
 _FEW: Final = 48
@@ -167,7 +168,7 @@ class DecodeMemory:
         prompt_tokens: int,
         output_tokens: int,
         shared_tokens: int,
-        want_ticket: bool,
+        want_ticket: "bool | WantsTicket",
         now_s: float,
     ) -> Request:
         """Begin a turn of a session that has none open.
@@ -179,7 +180,7 @@ class DecodeMemory:
             prompt_tokens: its length.
             output_tokens: of its answer.
             shared_tokens: of the prompt, that the session's last prompt and answer had already.
-            want_ticket: whether a prefill engine is to read what is held.
+            want_ticket: whether a prefill engine is to read what is held, or what says so (in tokens).
             now_s: simulated seconds.
         """
         self.catch_up(now_s)
@@ -190,8 +191,9 @@ class DecodeMemory:
         num_chunks = -(-(prompt_tokens + output_tokens) // chunk)
         ids = before[:num_shared] + self._fresh(max(0, num_chunks - num_shared))
         self._gaps.began(key, now_s=now_s)
+        wants = want_ticket if isinstance(want_ticket, bool) else _in_chunks(want_ticket, chunk)
         begun = self.table.begin(
-            key, ids[: -(-prompt_tokens // chunk)], fingerprint, now_s=now_s, want_ticket=want_ticket, nonce=nonce
+            key, ids[: -(-prompt_tokens // chunk)], fingerprint, now_s=now_s, want_ticket=wants, nonce=nonce
         )
         self._ids[key] = ids
 
@@ -278,6 +280,13 @@ class DecodeMemory:
         ids = array("i", range(self._next_id, self._next_id + num_ids))
         self._next_id += num_ids
         return ids
+
+
+def _in_chunks(wants: "WantsTicket", chunk_tokens: int) -> "WantsTicket":
+    def answer(num_matched: int, diverged_at: int | None) -> bool:
+        return wants(num_matched * chunk_tokens, None if diverged_at is None else diverged_at * chunk_tokens)
+
+    return answer
 
 
 def make_settings(budget_fraction: float, ttl_s: float) -> HomeSettings:

@@ -42,8 +42,8 @@ def simulate(
     ttl: Annotated[float, typer.Option(help="Life of a lease, in seconds.")] = 60.0,
     hold: Annotated[bool, typer.Option("--hold", help="Agents keep their leases alive during tool calls.")] = False,
     route: Annotated[
-        Literal["fetch", "local", "prefill", "recompute"], typer.Option(help="The way of every turn.")
-    ] = "fetch",
+        Literal["auto", "fetch", "local", "prefill", "recompute"], typer.Option(help="The way of every turn.")
+    ] = "auto",
     prefill_cache: Annotated[bool, typer.Option(help="Whether P's own prefix cache may hit.")] = True,
     sweep: Annotated[
         list[str] | None,

@@ -8,11 +8,15 @@ from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
 from server_ext.analysis.memory import DecodeMemory
+from server_ext.core.rates import ConstantRates, LearnedRates
+from server_ext.core.routing import Routing
 
 from .rates import FleetRates
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from server_ext.core.settings import HomeSettings
 
     from .turn import Turn
 
@@ -36,10 +40,11 @@ class Port:
 class PrefillEngine:
     """P: computes prompts one after the other, as chunked prefill does, and keeps the last in its prefix cache."""
 
-    __slots__ = ("_cache", "_cached_tokens", "_pool_tokens", "busy_s", "free_s", "inbound", "outbound")
+    __slots__ = ("_cache", "_cached_tokens", "_pool_tokens", "busy_s", "free_s", "inbound", "name", "outbound")
 
-    def __init__(self, pool_tokens: int) -> None:
+    def __init__(self, name: str, pool_tokens: int) -> None:
         """Make an idle engine; with 0 tokens its prefix cache never hits."""
+        self.name = name
         self.inbound, self.outbound = Port(), Port()
         self.free_s = 0.0
         self.busy_s = 0.0
@@ -155,11 +160,16 @@ class Batch:
 class DecodeEngine:
     """D: the home of its sessions. What waits for blocks waits in order; so does what it computes itself."""
 
-    __slots__ = ("batch", "computing", "inbound", "memory", "outbound", "waiting", "wake_s")
+    __slots__ = ("batch", "computing", "inbound", "learned", "memory", "outbound", "routing", "waiting", "wake_s")
 
-    def __init__(self, memory: DecodeMemory, rates: FleetRates) -> None:
+    def __init__(self, memory: DecodeMemory, rates: FleetRates, settings: "HomeSettings") -> None:
         self.memory = memory
         self.batch = Batch(rates)
+        # As the server: it knows the model's shape, and learns everything else.
+        self.learned = LearnedRates(ConstantRates(attention_tokens=rates.attention_tokens))
+        self.routing = Routing(
+            self.learned, settings, token_bytes=rates.kv_bytes_per_token, count_running=self.batch.__len__
+        )
         self.inbound, self.outbound = Port(), Port()
         self.waiting: deque[Turn] = deque()
         self.computing: deque[Turn] = deque()

@@ -18,6 +18,7 @@ import simpy
 
 from bidikv_sdk.wire import Route
 from server_ext.analysis.memory import DecodeMemory, chunk_rates
+from server_ext.core.cost import Observed
 from server_ext.core.errors import LeaseLost
 from server_ext.core.gaps import TOOL_PREFIX
 from server_ext.core.settings import HomeSettings
@@ -84,13 +85,14 @@ class Fleet:
         self._route: Route = "local" if not config.num_prefill else config.route
         self._clock = simpy.Environment()
         self._random = Random(config.seed)  # noqa: S311 (a simulation's choices, no secrets)
-        cache_tokens = rates.pool_tokens if config.has_prefill_cache and self._route != "recompute" else 0
-        self.prefills = [PrefillEngine(cache_tokens) for _ in range(config.num_prefill)]
+        cache_tokens = rates.pool_tokens if config.has_prefill_cache else 0
+        self.prefills = [PrefillEngine(str(number), cache_tokens) for number in range(config.num_prefill)]
         computing = chunk_rates(rates.prefill_s_per_token, rates.attention_tokens, config.chunk_tokens)
         self.decodes = [
             DecodeEngine(
                 DecodeMemory(settings, computing, pool_tokens=rates.pool_tokens, chunk_tokens=config.chunk_tokens),
                 rates,
+                config.settings,
             )
             for _ in range(config.num_decode)
         ]
@@ -158,34 +160,50 @@ class Fleet:
         plan = session.plan.turns[session.next_turn]
         session.next_turn += 1
         self._num_turns += 1
-        turn = Turn(session, plan, session.next_turn, now_s)
+        turn = Turn(session, plan, session.next_turn, now_s, "fetch" if route == "auto" else route)
         if turn.prompt_tokens + plan.output_tokens > self._rates.max_context_tokens:
             self._recorder.refuse("over_context")
             return
-        turn.request = home.memory.begin(
-            session.key,
-            "",
-            str(self._num_turns),
-            prompt_tokens=turn.prompt_tokens,
-            output_tokens=plan.output_tokens,
-            shared_tokens=min(turn.kept_tokens, turn.prompt_tokens - 1),
-            want_ticket=route == "fetch",
-            now_s=now_s,
-        )
+        turn.prefill = self._choose() if self.prefills else None
+        self._look_up(turn, str(self._num_turns))
         # A control call waits for the step that runs.
         ready_s = now_s + self._rates.control_s + home.batch.step_s
         turn.idle_s = self._rates.control_s
-        if route == "local":
+        if turn.way == "local":
             turn.cached_tokens = turn.request.cached_tokens
             self._at(ready_s - now_s, self._arrived, turn)
         else:
             self._to_prefill(turn, ready_s)
 
+    def _look_up(self, turn: Turn, nonce: str) -> None:
+        """Ask the home for the lease, and for the way where it chooses."""
+        now_s, session = self._clock.now, turn.session
+        home, want_ticket, routed = session.home, turn.way == "fetch", None
+        if self._route == "auto":
+            pairs = (turn.prefill.name,) if turn.prefill is not None else ()
+            routed = home.routing.begin(
+                nonce, session.key, "auto", prompt_tokens=turn.prompt_tokens, pairs=pairs, now_s=now_s
+            )
+        request = turn.request = home.memory.begin(
+            session.key,
+            "",
+            nonce,
+            prompt_tokens=turn.prompt_tokens,
+            output_tokens=turn.plan.output_tokens,
+            shared_tokens=min(turn.kept_tokens, turn.prompt_tokens - 1),
+            want_ticket=want_ticket if routed is None else routed.wants_ticket,
+            now_s=now_s,
+        )
+        if routed is not None:
+            diverged_at = turn.kept_tokens if request.begun.diverged_at is not None else None
+            turn.way = routed.settled(request.begun.ticket, request.held_tokens, diverged_at).way
+
     # ---------------------------------------------------------------- on P
 
     def _to_prefill(self, turn: Turn, ready_s: float) -> None:
         now_s, rates, home = self._clock.now, self._rates, turn.session.home
-        prefill = turn.prefill = self._choose()
+        prefill = turn.prefill
+        assert prefill is not None  # noqa: S101 (only with prefill engines does a turn go here)
         held, begun = turn.request.held_tokens, turn.request.begun
         cached = prefill.num_cached(turn.session.number, min(turn.kept_tokens, turn.prompt_tokens - 1))
         turn.cached_tokens = cached
@@ -203,6 +221,7 @@ class Fleet:
             turn.idle_s += duration_s + rates.fetch_fixed_s
             sent_s = home.outbound.reserve(duration_s, now_s=ready_s)
             end_s = max(sent_s, prefill.inbound.reserve(duration_s, now_s=ready_s)) + rates.fetch_fixed_s
+            turn.fetch_s = end_s - ready_s
             self._at(end_s - now_s, self._fetched, turn)
 
     def _choose(self) -> PrefillEngine:
@@ -229,13 +248,15 @@ class Fleet:
         turn: Turn = event.value
         now_s, rates, home, prefill = self._clock.now, self._rates, turn.session.home, turn.prefill
         assert prefill is not None  # noqa: S101 (as above)
-        prefill.cache(turn.session.number, turn.prompt_tokens)
+        turn.answered_s = now_s
+        if turn.way != "recompute":
+            prefill.cache(turn.session.number, turn.prompt_tokens)
         if turn.request.begun.ticket is not None:
             home.memory.table.return_ticket(turn.request.begun.ticket.ticket_id, now_s=now_s)
             if home.waiting:
                 self._admit(home)
         # What is computed again carries a salt of its own, also on D.
-        cached = 0 if self._route == "recompute" else turn.request.cached_tokens
+        cached = 0 if turn.way == "recompute" else turn.request.cached_tokens
         duration_s = (turn.prompt_tokens - cached) * rates.handover_s_per_token
         turn.idle_s += duration_s + rates.handover_fixed_s + rates.step_s(1, turn.prompt_tokens)
         sent_s = prefill.outbound.reserve(duration_s, now_s=now_s)
@@ -262,7 +283,7 @@ class Fleet:
                     continue
                 break
             waiting.popleft()
-            if self._route == "local":
+            if turn.way == "local":
                 home.computing.append(turn)
                 if len(home.computing) == 1:
                     self._compute_here(home)
@@ -284,6 +305,7 @@ class Fleet:
         num_steps = math.ceil(num_new / self._rates.step_tokens)
         duration_s = turn.compute_s + num_steps * home.batch.step_s
         home.batch.slow(turn.compute_s / num_steps, now_s=now_s)
+        self._observe_step(home, num_new // num_steps)
         self._at(duration_s, self._computed_here, home)
 
     def _computed_here(self, event: Any) -> None:
@@ -299,6 +321,13 @@ class Fleet:
     def _decode(self, home: DecodeEngine, turn: Turn) -> None:
         context_tokens = turn.prompt_tokens + turn.plan.output_tokens // 2
         turn.first_token_s = home.batch.join(turn, turn.plan.output_tokens, context_tokens, now_s=self._clock.now)
+        self._observe_step(home, 0)
+
+    def _observe_step(self, home: DecodeEngine, num_prompt_tokens: int) -> None:
+        if self._route == "auto" and len(home.batch):
+            home.learned.observe_step(
+                home.batch.step_s, num_decodes=len(home.batch), num_prompt_tokens=num_prompt_tokens
+            )
 
     def _wake(self, home: DecodeEngine) -> None:
         """See to it that the batch is looked at when its next sequence ends, at the latest."""
@@ -328,7 +357,9 @@ class Fleet:
         following = turns[session.next_turn] if session.next_turn < len(turns) else None
         calls_tool = following is not None and following.after_tool
         home.memory.end(turn.request, _TOOL if calls_tool else "stop", now_s=now_s)
-        self._recorder.add(turn, self._route, end_s=now_s)
+        self._recorder.add(turn, is_forced=self._route not in {"auto", "fetch"}, end_s=now_s)
+        if self._route == "auto":
+            home.routing.settle(turn.request.nonce, _observed(turn), now_s=now_s)
         if following is None:
             return
         if calls_tool and self._config.holds_tools:
@@ -343,3 +374,19 @@ class Fleet:
             home.memory.table.extend(session.key, ttl_s, now_s=self._clock.now)
         except LeaseLost:
             return  # there is nothing to keep: what the agent's next turn finds out too
+
+
+def _observed(turn: Turn) -> Observed:
+    """Return what the server's conductor tells of a turn that has ended."""
+    has_prefill = turn.answered_s is not None and turn.prefill is not None
+    began_s = turn.answered_s if turn.answered_s is not None else turn.started_s
+    return Observed(
+        prompt_tokens=turn.prompt_tokens,
+        reused_tokens=turn.cached_tokens,
+        fetched_tokens=turn.fetched_tokens,
+        prefill_s=None if turn.answered_s is None else turn.answered_s - turn.started_s,
+        fetch_s=turn.fetch_s,
+        handover_s=turn.first_token_s - began_s,
+        pair=turn.prefill.name if has_prefill and turn.prefill is not None else None,
+        is_read_failed=turn.is_ticket_late,
+    )

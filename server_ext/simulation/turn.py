@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from server_ext.analysis.memory import Request
+    from server_ext.core.cost import Way
     from server_ext.traffic import PlannedSession, PlannedTurn
 
     from .engines import DecodeEngine, PrefillEngine
@@ -27,8 +28,10 @@ class Turn:
     """One turn."""
 
     __slots__ = (
+        "answered_s",
         "cached_tokens",
         "compute_s",
+        "fetch_s",
         "fetched_tokens",
         "first_token_s",
         "idle_s",
@@ -41,14 +44,16 @@ class Turn:
         "request",
         "session",
         "started_s",
+        "way",
     )
 
-    def __init__(self, session: Session, plan: "PlannedTurn", number: int, started_s: float) -> None:
+    def __init__(self, session: Session, plan: "PlannedTurn", number: int, started_s: float, way: "Way") -> None:
         history = session.history_tokens
         self.session = session
         self.plan = plan
         self.number = number
         self.started_s = started_s
+        self.way = way
         self.kept_tokens = history if plan.kept_tokens is None else min(plan.kept_tokens, history)
         self.prompt_tokens = self.kept_tokens + plan.delta_tokens
         self.prefill: PrefillEngine | None = None
@@ -56,6 +61,8 @@ class Turn:
         self.cached_tokens = 0
         self.fetched_tokens = 0
         self.compute_s = 0.0
+        self.fetch_s: float | None = None
+        self.answered_s: float | None = None
         self.idle_s = 0.0
         self.is_ticket_late = False
         self.first_token_s = 0.0
