@@ -2,8 +2,8 @@
 
 It starts one P and one D with SmolLM2, measures their rates as `bidikv rates` does, replays planned sessions on them
 several at a time, simulates the same plan with the measured rates, and prints both sides. Nothing of the replay goes
-into the rates. P's own prefix cache never hits here, so that turns fetch all of their history; leases live shorter
-than some gaps, so that turns also lose it.
+into the rates. P's own prefix cache never hits here, so that turns fetch all of their history; the pool is small and
+leases live shorter than some gaps, so that turns also lose it.
 
     python bench/simulated_vs_real.py [--seeds 1,2] [--json docs/simulate.json]
 """
@@ -46,6 +46,10 @@ MIN_DELTA_TOKENS: Final = 40
 LONGEST_TOKENS: Final = 1500
 CONTEXT_TOKENS: Final = 4096
 STEP_TOKENS: Final = 256
+BLOCK_TOKENS: Final = 32
+# Room for six sessions or so, and for three under leases: budgets clip some, and requests take blocks that others left.
+KV_CACHE_BYTES: Final = 256 << 20
+BUDGET: Final = 0.5
 # Shorter than `SMALL`, for a plan must end within minutes where a core computes 150 tokens a second.
 WORKLOAD: Final = replace(
     SMALL,
@@ -89,7 +93,8 @@ def main() -> int:
         secret_file=ensure_secret(state_dir),
         fresh_prefill_salt=True,
         max_model_len=CONTEXT_TOKENS,
-        settings={"default_ttl_s": TTL_S, "budget_fraction": 1.0},
+        kv_cache_bytes=KV_CACHE_BYTES,
+        settings={"default_ttl_s": TTL_S, "budget_fraction": BUDGET, "default_route": "fetch"},
     )
     with running_stack(
         config, state_dir, lambda p: console.print(f"{p.elapsed_s:5.0f} s  {p.role:8} {p.stage}")
@@ -98,6 +103,7 @@ def main() -> int:
     report = {
         "versions": versions(),
         "ttl_s": TTL_S,
+        "budget_fraction": BUDGET,
         "workload": asdict(WORKLOAD),
         "rates": rates.to_json(),
         "samples": raw,
@@ -227,10 +233,10 @@ def simulated(rates: FleetRates, plan: list[PlannedSession]) -> Results:
             num_prefill=1,
             num_decode=1,
             rates=rates,
-            settings=make_settings(1.0, TTL_S),
+            settings=make_settings(BUDGET, TTL_S),
             route="fetch",
             has_prefill_cache=False,
-            chunk_tokens=16,
+            chunk_tokens=BLOCK_TOKENS,
         )
     )
     return fleet.run(iter(plan))

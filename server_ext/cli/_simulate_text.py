@@ -19,17 +19,20 @@ if TYPE_CHECKING:
     from server_ext.simulation.scenario import Advice, Cell, Scenario
 
 _LOST: Final = ("lease_expired", "lease_revoked", "over_budget")
+_FILE_WIDTH: Final = 132
 _GB: Final = 1e9
 
 
 def show(base: Scenario, cells: Sequence[Cell], advice: Advice, console: Console | None = None) -> None:
     """Print one answer in full, or a grid as a table, and the advice last."""
     console = console or Console()
+    if not console.is_terminal and len(cells) > 1:
+        console.width = max(console.width, _FILE_WIDTH)  # a file has no edge to wrap at
     rates = base.rates
     console.print(f"[bold]{escape(rates.model)}[/] [dim]{escape(rates.source)}[/]")
     load = "begin as logged" if base.concurrent is None else f"{base.concurrent:g} at a time"
     console.print(
-        f"[dim]{base.sessions:,} sessions, {load}; a pool of {rates.pool_tokens:,} tokens per engine; times to the "
+        f"[dim]{base.num_sessions:,} sessions, {load}; a pool of {rates.pool_tokens:,} tokens per engine; times to the "
         "first token in seconds[/]\n"
     )
     if len(cells) == 1:

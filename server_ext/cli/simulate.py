@@ -20,7 +20,9 @@ _STDOUT = "-"
 def simulate(
     num_prefill: Annotated[int, typer.Option("--num-prefill", "-p", help="Prefill engines; 0: none.", min=0)] = 1,
     num_decode: Annotated[int, typer.Option("--num-decode", "-d", help="Decode engines.", min=1)] = 1,
-    sessions: Annotated[int, typer.Option(help="Sessions, from the first turn to the last.", min=1)] = 200,
+    sessions: Annotated[
+        int | None, typer.Option(help="Sessions in all (default: four for each in progress, at least 200).", min=1)
+    ] = None,
     concurrent: Annotated[float | None, typer.Option(help="Sessions in progress at a time (default: 20).")] = None,
     traces: Annotated[
         list[str] | None, typer.Option(help="Logs or traces to draw sessions from (default: made-up agents).")
@@ -81,7 +83,7 @@ def simulate(
             prefill=num_prefill,
             decode=num_decode,
             sessions=sessions,
-            concurrent=None if as_logged and traces else concurrent or 20.0,
+            concurrent=None if as_logged and traces else 20.0 if concurrent is None else concurrent,
             budget=budget,
             ttl=ttl,
             route=route,
@@ -123,13 +125,13 @@ def _run(scenarios: list[tuple[dict[str, Any], Scenario]], *, quiet: bool) -> li
     with Progress(
         *columns, console=Console(stderr=True), transient=True, disable=quiet or not sys.stderr.isatty()
     ) as progress:
-        total = sum(scenario.sessions for _, scenario in scenarios)
+        total = sum(scenario.num_sessions for _, scenario in scenarios)
         task = progress.add_task("simulating", total=total)
         done = 0
         for values, scenario in scenarios:
             results = run(scenario, on_progress=partial(_show_progress, progress, task, done))
             cells.append(Cell(values, scenario, results))
-            done += scenario.sessions
+            done += scenario.num_sessions
             progress.update(task, completed=done)
     return cells
 
