@@ -7,11 +7,12 @@ PYTORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 EXTRAS := cpu,cli,demo,analyze,dev
 
-.PHONY: help demo faults up down test lint clean
+.PHONY: help demo faults soak up down test lint clean
 
 help:
 	@echo "make demo    two engines on this machine, and what a turn costs with and without bidikv"
 	@echo "make faults  what happens when anything fails at any point of a turn, on two engines (20 minutes)"
+	@echo "make soak    many agents for minutes, with faults, every answer checked (MINUTES=10 SEED=1 TRACES=folder)"
 	@echo "make up      start a stack (ends with make down)"
 	@echo "make test    all checks and all tests, real engines included"
 	@echo "make lint    the checks alone"
@@ -33,6 +34,9 @@ demo: .venv/.stamp
 
 faults: .venv/.stamp
 	$(BIN)/python bench/faults.py
+
+soak: .venv/.stamp
+	$(BIN)/python bench/soak.py --minutes $(or $(MINUTES),10) --seed $(or $(SEED),1) $(if $(TRACES),--traces $(TRACES))
 
 up down: .venv/.stamp
 	$(BIN)/bidikv $@

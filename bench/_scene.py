@@ -21,7 +21,7 @@ import httpx
 from bidikv_sdk import BidiKV
 from server_ext.launch.command import ROLES
 from server_ext.launch.tiny import TINY
-from tests.engine.common import DEADLINE_S, POOL_BLOCKS
+from tests.engine.common import DEADLINE_S
 from tests.engine.talk import Said, Talk, read_completion, read_stream, words
 from tests.engine.wire import Break, Wire
 
@@ -167,6 +167,27 @@ class WireHold:
     crawl = let_go
 
 
+def num_leaked(rig: Rig) -> int:
+    """Return the blocks that nothing accounts for once everything has had its time; waits no longer than needed."""
+    end_s = time.monotonic() + _REST_DEADLINE_S
+    while (number := _num_unaccounted(rig)) and time.monotonic() < end_s:
+        time.sleep(0.1)
+    return number
+
+
+def _num_unaccounted(rig: Rig) -> int:
+    total = 0
+    for role in ROLES:
+        rig.step(role)
+        busy = ("num_requests_running", "num_requests_waiting")
+        total += sum(int(rig.metric(role, f"vllm:{name}")) for name in busy)
+    total += round(rig.metric("prefill", "vllm:kv_cache_usage_perc") * rig.pool_blocks)
+    num_leased: int = sum(session["lease"]["num_blocks"] for session in rig.sessions())
+    pool = rig.pool()
+    total += pool["pending_ticket_blocks"]
+    return total + abs(pool["total_blocks"] - pool["free_blocks"] - num_leased)
+
+
 class Scene:
     """Sessions, each with a turn at a point.
 
@@ -299,15 +320,15 @@ class Scene:
         self.rig.brakes.forget()
         ends = [turn.end() for turn in self.turns]
         wrong = [0 if end.said is None else self._num_wrong(end.said) for end in ends]
-        leaked = self._num_leaked()
+        leaked = num_leaked(self.rig)
         nexts = []
         for index, talk in enumerate(self.talks):
             said = self._next_turn(index, talk)
             nexts.append(said.came)
             wrong[index] += self._num_wrong(said) + self._num_wrong_in_history(talk, said)
-        leaked = max(leaked, self._num_leaked())
+        leaked = max(leaked, num_leaked(self.rig))
         self._end_sessions()
-        leaked = max(leaked, self._num_leaked())
+        leaked = max(leaked, num_leaked(self.rig))
         seconds = self._seconds()
         return [
             Row(self.fault, point, end.outcome, end.reason, *following, num_wrong, leaked, self.are_alive(), seconds)
@@ -336,25 +357,6 @@ class Scene:
     def _num_wrong(self, said: Said) -> int:
         right = self.rig.recomputed(said.prompt_ids, len(said.ids))
         return sum(a != b for a, b in zip(said.ids, right, strict=True))
-
-    def _num_leaked(self) -> int:
-        """Return the blocks that nothing accounts for once everything has had its time; waits no longer than needed."""
-        end_s = time.monotonic() + _REST_DEADLINE_S
-        while (num_leaked := self._num_unaccounted()) and time.monotonic() < end_s:
-            time.sleep(0.1)
-        return num_leaked
-
-    def _num_unaccounted(self) -> int:
-        total = 0
-        for role in ROLES:
-            self.rig.step(role)
-            busy = ("num_requests_running", "num_requests_waiting")
-            total += sum(int(self.rig.metric(role, f"vllm:{name}")) for name in busy)
-        total += round(self.rig.metric("prefill", "vllm:kv_cache_usage_perc") * POOL_BLOCKS)
-        num_leased: int = sum(session["lease"]["num_blocks"] for session in self.rig.sessions())
-        pool = self.rig.pool()
-        total += pool["pending_ticket_blocks"]
-        return total + abs(pool["total_blocks"] - pool["free_blocks"] - num_leased)
 
     def _end_sessions(self) -> None:
         self.rig.end_sessions()

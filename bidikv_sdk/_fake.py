@@ -69,6 +69,7 @@ class FakeSession:
     """Why the next turn has nothing to reuse, where it has not."""
     last_key: str | None = None
     last_completion: dict[str, Any] | None = None
+    last_cache: CacheReport | None = None
     running: FakeTurn | None = None
     marks: list[int] = field(default_factory=lambda: [0])
     """Number of messages behind each turn that is known, the last of them `turn`."""
@@ -92,7 +93,7 @@ class FakeSession:
         if turn < self.turn:
             self.marks = self.marks[:num_known]
             self.messages = self.messages[: self.marks[-1]]
-            self.turn, self.last_key, self.last_completion = turn, None, None
+            self.turn, self.last_key, self.last_completion, self.last_cache = turn, None, None, None
             # Of an empty history nothing is known, so that all is kept.
             self.num_tokens = min(self.num_tokens, count_tokens(self.messages) or self.num_tokens)
 
@@ -150,7 +151,7 @@ class FakeStore:
         session.messages = copy.deepcopy(body.get("messages") or [])
         session.marks = [len(session.messages)]
         session.tools = body.get("tools", session.tools)
-        session.last_key = session.last_completion = None
+        session.last_key = session.last_completion = session.last_cache = None
         return session
 
     def fork(self, parent: FakeSession, body: Mapping[str, Any]) -> FakeSession:
@@ -166,7 +167,7 @@ class FakeStore:
         at_turn = parent.turn if at_turn is None else at_turn
         child = replace(parent, id=child_id, origin=(parent.id, at_turn), messages=copy.deepcopy(parent.messages))
         child.cut(at_turn)
-        child.last_key = child.last_completion = None
+        child.last_key = child.last_completion = child.last_cache = None
         if child.lease_state == "active":
             child.deadline_s = self._deadline_s(ttl_s)
         self.sessions[child_id] = child
@@ -290,7 +291,7 @@ class FakeStore:
         session.lease_state, session.lease_reason = "active", None
         session.deadline_s = self._deadline_s(turn.ttl_s)
         session.num_tokens = count_tokens(session.messages)
-        session.last_key = turn.key
+        session.last_key, session.last_cache = turn.key, turn.cache
         info = self.info(session, turn.cache)
         session.last_completion = {**turn.completion, "bidikv": info.to_json()}
         session.running = None
@@ -315,6 +316,10 @@ class FakeStore:
         num_used = sum(num_blocks(other.num_tokens, _BLOCK_SIZE) for other in self.sessions.values())
         pool = PoolInfo(_TOTAL_BLOCKS - num_used, _TOTAL_BLOCKS, pending_ticket_blocks=0)
         return SessionInfo(session.id, session.turn, lease, cache, pool)
+
+    def shown(self, session: FakeSession) -> SessionInfo:
+        """Return the `bidikv` object as get and list give it."""
+        return replace(self.info(session), last_turn=session.last_cache)
 
     def _deadline_s(self, ttl_s: float | None) -> float:
         return self._clock.now_s() + min(self._ttl_s if ttl_s is None else ttl_s, _MAX_TTL_S)

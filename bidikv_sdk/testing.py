@@ -331,7 +331,7 @@ class FakeServer:
                 "data": [{"id": store.model, "object": "model", "created": 0, "owned_by": "fake"}],
             }
         if verb == "list":
-            return sessions_to_json(store.info(store.known(known_id)) for known_id in store.sessions)
+            return sessions_to_json(store.shown(store.known(known_id)) for known_id in store.sessions)
         if verb == "open":
             return {"bidikv": store.info(store.open(session_id, body)).to_json()}
         session = store.known(session_id)
@@ -345,6 +345,8 @@ class FakeServer:
             store.drop_lease(session, "released", "released")
             if verb == "end":
                 del store.sessions[session_id]
+        elif verb == "get":
+            return {"bidikv": store.shown(session).to_json()}
         return {"bidikv": store.info(session).to_json()}
 
     def _turn(self, session_id: str, key: str | None, body: dict[str, Any], fault: _Fault | None) -> FakeReply:

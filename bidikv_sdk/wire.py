@@ -277,6 +277,8 @@ class SessionInfo(_Record):
     """None except in the reply to a turn."""
     pool: PoolInfo
     protocol: int = PROTOCOL
+    last_turn: CacheReport | None = None
+    """Report of the last completed turn, in replies to get and list only; None where there is none."""
 
     @classmethod
     def from_json(cls, data: object) -> Self:
@@ -290,7 +292,7 @@ class SessionInfo(_Record):
         if protocol != PROTOCOL:
             msg = f"the peer speaks protocol {protocol}, this package speaks {PROTOCOL}: upgrade the older one"
             raise ProtocolError(msg)
-        cache = get.value("cache")
+        cache, last_turn = get.value("cache"), get.value_or_none("last_turn")
         return cls(
             session=get.text("session"),
             turn=get.count("turn"),
@@ -298,6 +300,7 @@ class SessionInfo(_Record):
             cache=None if cache is None else CacheReport.from_json(cache),
             pool=PoolInfo.from_json(get.value("pool")),
             protocol=protocol,
+            last_turn=None if last_turn is None else CacheReport.from_json(last_turn),
         )
 
 

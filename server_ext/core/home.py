@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .cost import Observed
     from .ports import BlockPins
     from .records import Begun, Key, Ticket
+    from .session_record import Session
     from .settings import HomeSettings
 
 
@@ -232,7 +233,7 @@ class Home:
             "ticket_reason": begun.ticket_reason,
         }
 
-    def settle(  # noqa: PLR0913 (as above)
+    def settle(  # noqa: PLR0913 (the fields of one operation)
         self,
         *,
         nonce: str,
@@ -243,6 +244,7 @@ class Home:
         ttl_s: Any,
         ended_by: str = "stop",
         observed: "Observed | None" = None,
+        report: bytes = b"",
         now_s: float,
     ) -> dict[str, Any]:
         """Append a finished turn to its session, and make what it pinned the session's lease.
@@ -250,11 +252,11 @@ class Home:
         `token_ids` are all ids of the history with this turn, of which the answer kept `num_tokens_kept`;
         `chunk` is its part of the transcript, and `reply` what a repetition gets. `ended_by` is `tool:<name>` where
         the reply calls a tool, else a finish reason: it tells how soon the next turn may come. From `observed` the next
-        turns' ways are chosen better.
+        turns' ways are chosen better. `report` is what the turn's cache did, for `get` and `list`.
         """
         ttl_s = self._settings.checked_ttl_s(ttl_s)
         # The record first: it cannot fail behind this line, and dropping others for it frees budget.
-        session = self._sessions.complete_turn(nonce, token_ids, chunk, reply, now_s=now_s)
+        session = self._sessions.complete_turn(nonce, token_ids, chunk, reply, now_s=now_s, report=report)
         self._leases.settle(nonce, num_tokens_kept, ttl_s=ttl_s, now_s=now_s, token_ids=token_ids)
         self._gaps.ended(session.key, ended_by, now_s=now_s)
         self._routing.settle(nonce, observed, now_s=now_s)
@@ -323,25 +325,21 @@ class Home:
         return {"info": info}
 
     def get(self, *, tenant: str, session_id: str, now_s: float) -> dict[str, Any]:
-        """Look at a session without using it; the result also has `is_running`."""
+        """Look at a session without using it; the result also has `is_running` and `last_report` (see `settle`)."""
         self.sweep(now_s=now_s)
         key = (tenant, session_id)
         session = self._sessions.get(key)
         if session is None:
             msg = f"session {session_id!r} is not known here: open it again with its full history"
             raise SessionNotFound(msg)
-        return {"info": self._info(key, now_s=now_s), "is_running": session.open_turn is not None}
+        return self._shown(session, now_s=now_s)
 
     def list_sessions(self, *, tenant: str | None, now_s: float) -> dict[str, Any]:
-        """List the sessions of a tenant, or all: `sessions`, each with `tenant`, `info` and `is_running`."""
+        """List the sessions of a tenant, or all: `sessions`, each with `tenant` and what `get` returns."""
         self.sweep(now_s=now_s)
         return {
             "sessions": [
-                {
-                    "tenant": session.key[0],
-                    "info": self._info(session.key, now_s=now_s),
-                    "is_running": session.open_turn is not None,
-                }
+                {"tenant": session.key[0], **self._shown(session, now_s=now_s)}
                 for session in self._sessions
                 if tenant is None or session.key[0] == tenant
             ]
@@ -387,6 +385,13 @@ class Home:
         self._leases.forget(key, now_s=now_s)
         self._gaps.forget(key)
         self._routing.forget(key)
+
+    def _shown(self, session: "Session", *, now_s: float) -> dict[str, Any]:
+        return {
+            "info": self._info(session.key, now_s=now_s),
+            "is_running": session.open_turn is not None,
+            "last_report": session.last_report,
+        }
 
     def _info(self, key: "Key", *, now_s: float) -> dict[str, Any]:
         session = self._sessions.get(key)

@@ -145,6 +145,7 @@ OPS: Final[Mapping[str, Mapping[str, Reader]]] = MappingProxyType(
             "ttl_s": anything,
             "ended_by": optional(text, "stop"),
             "observed": optional(observed, None),
+            "report": optional(data, b""),
         },
         "abandon": {"nonce": text, "return_ticket": flag},
         "return_ticket": {"ticket_id": text, "read_age_s": optional(seconds, None)},

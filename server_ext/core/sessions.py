@@ -273,7 +273,7 @@ class SessionTable:
         return self._running[key]
 
     def complete_turn(
-        self, nonce: str, token_ids: "array[int]", chunk: bytes, reply: bytes, *, now_s: float
+        self, nonce: str, token_ids: "array[int]", chunk: bytes, reply: bytes, *, now_s: float, report: bytes = b""
     ) -> Session:
         """Append an open turn to what it keeps of its session.
 
@@ -286,6 +286,7 @@ class SessionTable:
             chunk: the turn's part of the transcript.
             reply: for a repetition of the turn.
             now_s: monotonic seconds.
+            report: what the turn's cache did, for whoever lists sessions.
 
         Raises:
             TurnConflict: no such turn is open.
@@ -297,7 +298,7 @@ class SessionTable:
         session.append(chunk, token_ids)
         # Nobody can ask again for a turn without a key.
         session.last_reply = (open_turn.idempotency_key, reply) if open_turn.idempotency_key else None
-        session.is_reopened = False
+        session.last_report, session.is_reopened = report, False
         self._changed(session)
         while self._num_bytes > self._settings.max_session_bytes and self._idle:
             self._drop(self._longest_idle(), now_s=now_s)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
+
+import httpx
 
 from server_ext.core.settings import HomeSettings
 
@@ -97,9 +100,7 @@ class EngineSettings:
             msg = f"bidikv setting role is {role!r}; set it to 'prefill' or 'decode'"
             raise ValueError(msg)
         urls = config.get("prefill_urls", [])
-        if not isinstance(urls, list) or not all(
-            isinstance(url, str) and url.startswith(("http://", "https://")) for url in urls
-        ):
+        if not isinstance(urls, list) or not all(map(_is_base_url, urls)):
             msg = f"bidikv setting prefill_urls is {urls!r}; give a list of base URLs like 'http://10.0.0.1:8000'"
             raise ValueError(msg)
         return cls(
@@ -112,6 +113,19 @@ class EngineSettings:
             **{name: _names(config, name) for name in _NAMES if name in config},
             home=HomeSettings.from_config({k: v for k, v in config.items() if k not in _OWN_KEYS}),
         )
+
+
+def _is_base_url(url: Any) -> bool:
+    """Tell whether a path can be put behind it and be called."""
+    if not isinstance(url, str) or any(char.isspace() for char in url):
+        return False
+    try:
+        httpx.URL(url)  # what will call it must be able to
+        parts = urlsplit(url)
+        _ = parts.port  # raises where it is too large, which httpx does not see
+    except (ValueError, httpx.InvalidURL):
+        return False
+    return parts.scheme in {"http", "https"} and bool(parts.hostname) and not (parts.query or parts.fragment)
 
 
 def _read_secret(path: Any) -> bytes:

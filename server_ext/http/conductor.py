@@ -241,19 +241,21 @@ class Conductor:
         completion = {**stored["completion"], "bidikv": {**record["info"], "cache": stored["cache"]}}
         return _as_events(completion) if stream else completion
 
-    async def check_template(self) -> None:
-        """Say in the log, at start-up, whether this model's sessions continue exactly.
+    async def check_template(self) -> bool:
+        """Return, and say in the log at start-up, whether this model's sessions continue exactly.
 
         Raises:
             Refused: they could not be rendered at all.
         """
-        if await self._renderer.appends():
+        appends = await self._renderer.appends()
+        if appends:
             logger.info("The chat template only appends: sessions continue D's own token ids.")
         else:
             logger.warning(
                 "The chat template rewrites its history: each turn is rendered afresh, and a lease serves the part "
                 "that has not changed."
             )
+        return appends
 
     async def close(self) -> None:
         """Close the connections to P."""

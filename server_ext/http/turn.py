@@ -229,6 +229,7 @@ class Turn:
                 "token_ids": kept_ids.tobytes(),
                 "chunk": json.dumps(transcript).encode(),
                 "reply": json.dumps({"completion": completion, "cache": cache.to_json()}).encode(),
+                "report": json.dumps(cache.to_json()).encode(),
                 "ttl_s": ttl_s,
                 "ended_by": f"tool:{calls[0]['function']['name']}" if calls else "stop",
                 "observed": self._observed(cache),

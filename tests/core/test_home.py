@@ -275,6 +275,22 @@ def test_sessions_are_listed_by_tenant_or_all():
     assert len(home.handle("list", {}, now_s=0)["sessions"]) == 2
 
 
+def test_who_looks_sees_what_the_last_turn_did():
+    """Get and list tell the last turn's report, as it was given; none before a turn, nor behind a rewind."""
+    pool = FakePool()
+    home = make_home(pool)
+    home.handle("open", KEY, now_s=0)
+    assert home.handle("get", KEY, now_s=0)["last_report"] == b""
+    ids = some_ids(10)
+    nonce = begin(home, turn=1, ids=ids)["nonce"]
+    run_request(home, pool, nonce, ids)
+    settle(home, nonce, ids, report=b"fetched")
+    assert home.handle("get", KEY, now_s=0)["last_report"] == b"fetched"
+    assert home.handle("list", {}, now_s=0)["sessions"][0]["last_report"] == b"fetched"
+    home.handle("rewind", {**KEY, "turn": 0}, now_s=0)
+    assert home.handle("get", KEY, now_s=0)["last_report"] == b""
+
+
 def test_a_dropped_session_takes_its_lease_along():
     """When the store makes room, the dropped session's blocks return to the pool."""
     pool = FakePool()

@@ -1,4 +1,4 @@
-"""Three stacks for the whole suite, one alive at a time, and after every test both engines at rest."""
+"""Five stacks for the whole suite, one alive at a time, and after every test both engines at rest."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +35,19 @@ PLANS = {
         pool_blocks=255,
         prefill_step_tokens=256,
     ),
+    # P keeps what it computes, sessions soon reach their budget, and whoever ends leaves a copy of its KV cache.
+    **{
+        f"blocks_of_{block_size}": Plan(
+            settings={"budget_fraction": 0.2, "default_ttl_s": 600.0},
+            max_model_len=1280,
+            pool_blocks=3072 // block_size - 1,
+            prefill_step_tokens=512,
+            block_size=block_size,
+            copied=True,
+            fresh_prefill_salt=False,
+        )
+        for block_size in (32, 64)
+    },
 }
 
 
@@ -46,9 +59,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_stack_of)
 
 
-def _stack_of(item: pytest.Item) -> int:
+def _stack_of(item: pytest.Item) -> tuple[int, int]:
     fixtures = getattr(item, "fixturenames", ())
-    return next((index for index, name in enumerate(("keyed", "wide"), 1) if name in fixtures), 0)
+    index = next((index for index, name in enumerate(("keyed", "wide", "clinic", "drawn"), 1) if name in fixtures), 0)
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return index, params.get("block_size", 0)
 
 
 @pytest.fixture
@@ -89,3 +104,9 @@ def keyed(stacks: Stacks) -> Iterator[Rig]:
 def wide(stacks: Stacks) -> Iterator[Rig]:
     """A stack for long histories, without a gate."""
     yield from _use(stacks, "wide")
+
+
+@pytest.fixture
+def drawn(stacks: Stacks, block_size: int) -> Iterator[Rig]:
+    """A stack of either block size whose engines leave copies of their KV cache."""
+    yield from _use(stacks, f"blocks_of_{block_size}")

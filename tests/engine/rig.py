@@ -25,12 +25,14 @@ from server_ext.launch.tiny import TINY, ensure_tiny
 from .brakes import BrakeFolder
 from .common import (
     BLOCK_BYTES,
+    BLOCK_SIZE,
     DEADLINE_S,
     MAX_MODEL_LEN,
     POOL_BLOCKS,
     PREFILL_LEASE_S,
     PREFILL_STEP_TOKENS,
 )
+from .copies import Copies
 from .talk import Talk
 
 if TYPE_CHECKING:
@@ -49,6 +51,9 @@ class Plan:
     pool_blocks: int = POOL_BLOCKS
     prefill_step_tokens: int = PREFILL_STEP_TOKENS
     braked: bool = False
+    copied: bool = False
+    block_size: int = BLOCK_SIZE
+    fresh_prefill_salt: bool = True
 
 
 class Stacks:
@@ -74,19 +79,23 @@ class Stacks:
         """End what runs."""
         if self._running is not None:
             self._running.close()
-        self._running = None
+        self._running, self._name = None, ""
 
 
 class Rig:
     """One running stack, and clients of its engines."""
 
-    def __init__(self, stack: Stack, plan: Plan, secret: bytes, gate_port: int, brakes: BrakeFolder) -> None:
+    def __init__(
+        self, stack: Stack, plan: Plan, secret: bytes, gate_port: int, brakes: BrakeFolder, copies: Copies
+    ) -> None:
         self.stack = stack
         self.secret = secret
         self.api_keys = plan.api_keys
         self.pool_blocks = plan.pool_blocks
+        self.max_model_len = plan.max_model_len
         self.gate_port = gate_port
         self.brakes = brakes
+        self.copies = copies
         self.decode, self.prefill = (
             # The engines close idle connections after 5 s: one that is about to be closed must not be used.
             httpx.Client(base_url=url, timeout=DEADLINE_S, trust_env=False, limits=httpx.Limits(keepalive_expiry=1.0))
@@ -102,7 +111,7 @@ class Rig:
         prefill, decode = free_ports()
         gate_port = free_ports()[0].http
         secret_file = ensure_secret(folder)
-        brakes = BrakeFolder(folder / "brakes")
+        brakes, copies = BrakeFolder(folder / "brakes"), Copies(folder / "copies")
         # What `auto` takes depends on how fast things are; these tests say what they want.
         settings = {"default_route": "fetch", **plan.settings}
         if plan.gated:
@@ -120,13 +129,18 @@ class Rig:
             decode=decode,
             secret_file=secret_file,
             # One more block is vLLM's null block.
-            kv_cache_bytes=(plan.pool_blocks + 1) * BLOCK_BYTES,
+            kv_cache_bytes=(plan.pool_blocks + 1) * BLOCK_BYTES * plan.block_size // BLOCK_SIZE,
+            block_size=plan.block_size,
             max_model_len=plan.max_model_len,
             tool_call_parser="hermes",
             api_keys=plan.api_keys,
-            fresh_prefill_salt=True,
+            fresh_prefill_salt=plan.fresh_prefill_salt,
             settings=settings,
-            extra_env={"VLLM_SERVER_DEV_MODE": "1", "BIDIKV_BRAKES": str(brakes.path)},
+            extra_env={
+                "VLLM_SERVER_DEV_MODE": "1",
+                "BIDIKV_BRAKES": str(brakes.path),
+                "BIDIKV_COPIES": str(copies.path),
+            },
         )
         for role in ROLES:
             transfer = kv_transfer_config(config, role)
@@ -134,6 +148,8 @@ class Rig:
             transfer["kv_connector_extra_config"]["kv_lease_duration"] = PREFILL_LEASE_S
             if plan.braked:
                 transfer |= {"kv_connector": "BrakedConnector", "kv_connector_module_path": "tests.engine.braked"}
+            if plan.copied:
+                transfer |= {"kv_connector": "CopyingConnector", "kv_connector_module_path": "tests.engine.copying"}
             extra_args[role] += ("--kv-transfer-config", json.dumps(transfer))
         config = replace(config, extra_args=extra_args)
         stack = Stack(config, folder)
@@ -143,7 +159,7 @@ class Rig:
         except BaseException:
             stack.stop()
             raise
-        return cls(stack, plan, secret_file.read_bytes(), gate_port, brakes)
+        return cls(stack, plan, secret_file.read_bytes(), gate_port, brakes, copies)
 
     def close(self) -> None:
         """End the engines."""

@@ -61,6 +61,22 @@ def test_open_look_list_end(stack):
     stack.run(scenario)
 
 
+def test_who_looks_sees_what_the_last_turn_did(stack):
+    """Get and list carry the report of the last turn; other replies do not."""
+
+    async def scenario(client):
+        told = info_of(await client.post("/v1/sessions/s/turns", json=turn_body(1)))
+        assert told.last_turn is None
+        seen = await state_of(client)
+        assert seen.cache is None
+        assert (seen.last_turn.outcome, seen.last_turn.reason) == (told.cache.outcome, told.cache.reason)
+        assert seen.last_turn.prompt_tokens == told.cache.prompt_tokens
+        assert sessions_from_json((await client.get("/v1/sessions")).json())[0].last_turn == seen.last_turn
+        assert info_of(await client.post("/v1/sessions/s/extend", json={})).last_turn is None
+
+    stack.run(scenario)
+
+
 def test_open_with_a_history(stack):
     """The next turn is rendered from the given history, and the report says that its home was lost."""
 

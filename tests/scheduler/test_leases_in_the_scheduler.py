@@ -167,7 +167,7 @@ def test_a_request_that_cannot_be_helped_costs_no_lease(make_harness):
 
 def test_a_request_does_not_revoke_the_prefix_that_it_hits(make_harness):
     """A session's own turn uses its leased blocks; the room for its tail comes from others."""
-    d = make_harness("decode", num_blocks=8, budget_fraction=1.0)
+    d = make_harness("decode", num_blocks=8, budget_fraction=1.0, revocation="least_remaining")
     mine, others = ids(4 * BLOCK_SIZE - 2), ids(4 * BLOCK_SIZE - 2, 5000)
     d.lease(others, "others")
     d.control("extend", session_id="others", ttl_s=600)  # mine would be the first to go

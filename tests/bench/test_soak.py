@@ -1,0 +1,205 @@
+"""What a soak is made of, without engines: its plans, its faults, its judge, and what it makes of its numbers."""
+
+from itertools import islice
+from random import Random
+
+import pytest
+
+from bench import _soak_faults
+from bench._reference import Generated, Verdict, judge
+from bench._soak_plan import (
+    MAX_OUTPUT_TOKENS,
+    MAX_TOKENS,
+    OTHER_FAULTS,
+    TIME_DIVISOR,
+    kept,
+    kills,
+    made_up,
+    measured_from_s,
+    other_faults,
+    recorded,
+)
+from bench._soak_result import Sample, SoakResult, slope_mb_per_min, slopes
+from server_ext.traffic import PlannedSession, PlannedTurn, prompts
+
+# ---------------------------------------------------------------- plans
+
+
+def test_the_same_seed_plans_the_same_soak():
+    """Sessions, kills and other faults come from the seed alone."""
+    assert list(islice(made_up(3), 20)) == list(islice(made_up(3), 20))
+    assert list(islice(made_up(3), 20)) != list(islice(made_up(4), 20))
+    assert kills(Random(3), 600) == kills(Random(3), 600)
+    assert list(islice(other_faults(Random(3), 5), 20)) == list(islice(other_faults(Random(3), 5), 20))
+
+
+def test_made_up_sessions_fit_the_model():
+    """No prompt with its answer is planned longer than the model takes."""
+    for session in islice(made_up(1), 200):
+        for (num_prompt, _), turn in zip(prompts(session), session.turns, strict=True):
+            assert num_prompt + turn.output_tokens <= MAX_TOKENS + len(session.turns)
+            assert turn.output_tokens <= MAX_OUTPUT_TOKENS
+
+
+def test_recorded_sessions_keep_their_shape():
+    """Tokens of a session shrink alike, gaps of all sessions by one factor, and the sessions come again."""
+    long = PlannedSession(
+        0.0,
+        (
+            PlannedTurn(0.0, after_tool=False, delta_tokens=100_000, output_tokens=500),
+            PlannedTurn(40.0, after_tool=True, delta_tokens=20_000, output_tokens=5_000, kept_tokens=50_000),
+        ),
+    )
+    first, again = islice(recorded([long]), 2)
+    assert first == again
+    one, two = first.turns
+    assert one.delta_tokens + one.output_tokens <= MAX_TOKENS
+    assert two.gap_s == 40.0 / TIME_DIVISOR
+    assert two.kept_tokens / one.delta_tokens == pytest.approx(0.5, abs=0.01)
+    assert two.delta_tokens / one.delta_tokens == pytest.approx(0.2, abs=0.01)
+
+
+def test_traces_without_a_session_are_refused():
+    """A soak of nothing would pass."""
+    with pytest.raises(ValueError, match="no session"):
+        next(recorded([]))
+
+
+MESSAGES = [
+    {"role": "system", "content": "a b"},
+    {"role": "user", "content": "c d e f"},
+    {"role": "assistant", "content": "g"},
+]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "contents"),
+    [
+        (0, []),
+        (2, ["a b"]),
+        (4, ["a b", "c d"]),
+        (6, ["a b", "c d e f"]),
+        (99, ["a b", "c d e f", "g"]),
+    ],
+)
+def test_a_history_is_cut_where_the_plan_says(num_tokens, contents):
+    """What lies within the first tokens stays, and the message at the edge is cut."""
+    assert [message["content"] for message in kept(MESSAGES, num_tokens, [2, 4, 1])] == contents
+
+
+# ---------------------------------------------------------------- faults
+
+
+def test_every_fault_that_is_drawn_can_be_done():
+    """No name is drawn that nothing stands for, and nothing is never drawn."""
+    assert set(OTHER_FAULTS) == set(_soak_faults.FAULTS)
+
+
+@pytest.mark.parametrize("duration_s", [60, 120, 600, 1800])
+def test_engines_die_before_memory_is_watched(duration_s):
+    """A start of an engine takes half a minute: the last one is over before its memory counts."""
+    for seed in range(50):
+        planned = kills(Random(seed), duration_s)
+        assert planned
+        assert [kill.at_s for kill in planned] == sorted(kill.at_s for kill in planned)
+        assert planned[-1].at_s < 0.75 * measured_from_s(duration_s)
+    assert {kill.role for kill in kills(Random(1), 600)} == {"prefill", "decode"}
+
+
+# ---------------------------------------------------------------- the judge
+
+
+def reference(script):
+    """A reference that says what a script of (place, {token: log-probability}) gives, by the length of the prompt."""
+
+    def generate(prompt_ids, num_tokens):
+        likely = [script[len(prompt_ids) + i] for i in range(num_tokens)]
+        return [Generated(max(logprobs, key=logprobs.get), logprobs) for logprobs in likely]
+
+    return generate
+
+
+RIGHT = {3: {7: -0.1, 8: -2.0}, 4: {8: -0.1, 9: -0.1005}, 5: {9: -0.1, 7: -3.0}}
+
+
+@pytest.mark.parametrize(
+    ("answer_ids", "verdict"),
+    [
+        ([7, 8, 9], Verdict(0, 0)),
+        ([7, 9, 9], Verdict(0, 1)),
+        ([8, 8, 9], Verdict(1, 0)),
+        ([7, 8, 6], Verdict(1, 0)),
+        ([7, 9, 7], Verdict(1, 1)),
+        ([], Verdict(0, 0)),
+    ],
+)
+def test_a_token_is_wrong_unless_rounding_explains_it(answer_ids, verdict):
+    """Two tokens that are as likely as each other may change places; anything else is wrong."""
+    assert judge([1, 2, 3], answer_ids, reference(RIGHT)) == verdict
+
+
+# ---------------------------------------------------------------- the result
+
+
+def test_a_slope_is_that_of_the_straight_line():
+    """Growth by 1 MB a minute is found whatever it starts from, and a constant does not grow."""
+    assert slope_mb_per_min([(t, 5e8 + 1e6 * t / 60) for t in range(0, 300, 2)]) == pytest.approx(1.0)
+    assert slope_mb_per_min([(t, 5e8) for t in range(10)]) == 0
+    assert slope_mb_per_min([(1.0, 5e8)]) == 0
+
+
+def test_every_life_of_an_engine_has_a_slope_of_its_own():
+    """A restarted engine is small again: its smaller memory hides no growth of either life."""
+    first = [Sample("decode", 1, t, int(9e8 + 2e6 * t / 60)) for t in range(100)]
+    second = [Sample("decode", 2, 100 + t, int(1e8)) for t in range(100)]
+    assert slopes([*first, *second], 0.0) == {"decode": pytest.approx(2.0, abs=0.01)}
+    assert slopes([*first, *second], 100.0) == {"decode": pytest.approx(0.0, abs=0.01)}
+    assert slopes(first[:5], 0.0) == {}
+
+
+def make_result(**changes):
+    """A result that misses nothing, but for the changes."""
+    fields = {
+        "settings": {},
+        "versions": {},
+        "turns": 100,
+        "wrong_answers": 0,
+        "near_ties": 1,
+        "faults": {"P killed": 2, "D stopped": 3},
+        "errors": {},
+        "outcomes": {"fetched": 100},
+        "reasons": {"cheapest": 100},
+        "tokens": {"fetched": 10},
+        "stale_reads": 0,
+        "blocks_leaked": 0,
+        "rss_slope_mb_per_min": {"prefill": 0.1, "decode": -0.1},
+        "rss_mb": {},
+        "reference_rss_slope_mb_per_min": 0.2,
+        "engines_alive": True,
+    }
+    return SoakResult(**{**fields, **changes})
+
+
+def test_a_good_soak_misses_nothing():
+    """The file says so, and the table shows the numbers."""
+    assert make_result().to_json()["passed"]
+    assert "5 (D stopped 3, P killed 2)" in make_result().table()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"turns": 0},
+        {"wrong_answers": 1},
+        {"blocks_leaked": 1},
+        {"stale_reads": 1},
+        {"engines_alive": False},
+        {"rss_slope_mb_per_min": {"prefill": 0.1, "decode": 1.0}},
+        {"rss_slope_mb_per_min": {"decode": 0.1}},
+    ],
+)
+def test_every_bar_can_be_missed(change):
+    """Any one of them spoils a soak."""
+    result = make_result(**change)
+    assert len(result.missed()) == 1
+    assert not result.to_json()["passed"]
