@@ -6,15 +6,18 @@ block is a chunk of tokens, and a chunk's id stands for all up to its end. What 
 until it is taken. Not modelled: blocks that sessions share.
 """
 
+import heapq
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from server_ext.core.errors import LeaseLost
 from server_ext.core.gaps import GapModel
 from server_ext.core.leases import LeaseTable
 from server_ext.core.policy import LeastValueFirst
@@ -28,8 +31,6 @@ if TYPE_CHECKING:
 
 _FEW: Final = 48
 """Blocks up to which a loop is faster than numpy."""
-_SWEEPS_PER_TTL: Final = 16
-"""An engine that does nothing else looks so often for leases that have ended."""
 _MAX_ID: Final = int(np.iinfo(np.int32).max)
 
 
@@ -136,8 +137,9 @@ class DecodeMemory:
         self.revoked_tokens = 0
         self._gaps = GapModel(max_sessions=settings.max_sessions)
         numbers = count()
-        self._swept_s = 0.0
-        self._sweep_s = settings.default_ttl_s / _SWEEPS_PER_TTL
+        self._ttl_s = settings.default_ttl_s
+        self._dues: list[float] = []
+        """When leases may end."""
         self._retention_s = settings.session_retention_s
         self.table = LeaseTable(
             self.pool,
@@ -235,14 +237,19 @@ class DecodeMemory:
             self._blocks[key] = request.block_ids, self.pool.seals(request.block_ids)
         else:
             table.abandon(request.nonce, return_ticket=True, now_s=now_s)
-        self._used[key] = self._swept_s = now_s
+        heapq.heappush(self._dues, now_s + self._ttl_s)
+        self._used[key] = now_s
+
+    def extend(self, key: Key, ttl_s: float, *, now_s: float) -> None:
+        """Keep a session's lease for longer, as its agent asks; without effect where there is none."""
+        with suppress(LeaseLost):
+            heapq.heappush(self._dues, now_s + self.table.extend(key, ttl_s, now_s=now_s).remaining_s)
 
     def catch_up(self, now_s: float) -> None:
-        """Sweep the table at moments in between where it was left alone for long, so that leases count as they end."""
-        while self.table.num_leased_blocks and self._swept_s + self._sweep_s < now_s:
-            self._swept_s += self._sweep_s
-            self.table.sweep(now_s=self._swept_s)
-        self._swept_s = now_s
+        """Let leases end when they were due, where the table was left alone since: so their time counts as it was."""
+        dues = self._dues
+        while dues and dues[0] <= now_s:
+            self.table.sweep(now_s=heapq.heappop(dues))
 
     def forget(self, key: Key, *, now_s: float) -> None:
         """Drop all that is known of a session without an open turn."""
@@ -257,13 +264,11 @@ class DecodeMemory:
         found = self._blocks.get(key)
         if found is None:
             return array("i")
-        block_ids, seals = found
-        intact = 0
-        for before, now in zip(seals[:num_chunks], self.pool.seals(block_ids[:num_chunks]), strict=True):
-            if before is not now:
-                break
-            intact += 1
-        return block_ids[:intact]
+        block_ids, before = found[0][:num_chunks], found[1][:num_chunks]
+        now = self.pool.seals(block_ids)
+        if now == before:
+            return block_ids
+        return block_ids[: next(i for i, pair in enumerate(zip(before, now, strict=True)) if pair[0] is not pair[1])]
 
     def _forget_old(self, now_s: float) -> None:
         """Drop the sessions that ended their last turn too long ago."""

@@ -19,7 +19,6 @@ import simpy
 from bidikv_sdk.wire import Route
 from server_ext.analysis.memory import DecodeMemory, chunk_rates
 from server_ext.core.cost import Observed
-from server_ext.core.errors import LeaseLost
 from server_ext.core.gaps import TOOL_PREFIX
 from server_ext.core.settings import HomeSettings
 
@@ -363,17 +362,11 @@ class Fleet:
         if following is None:
             return
         if calls_tool and self._config.holds_tools:
-            self._hold(home, session, following.gap_s)
+            # Renewals come before the end: what is left at the next turn is one life, more or less.
+            ttl_s = following.gap_s + self._config.settings.default_ttl_s
+            home.memory.extend(session.key, ttl_s, now_s=now_s)
         session.history_tokens = turn.prompt_tokens + turn.plan.output_tokens
         self._at(following.gap_s, self._start, session)
-
-    def _hold(self, home: DecodeEngine, session: Session, gap_s: float) -> None:
-        try:
-            # Renewals come before the end: what is left at the next turn is one life, more or less.
-            ttl_s = gap_s + self._config.settings.default_ttl_s
-            home.memory.table.extend(session.key, ttl_s, now_s=self._clock.now)
-        except LeaseLost:
-            return  # there is nothing to keep: what the agent's next turn finds out too
 
 
 def _observed(turn: Turn) -> Observed:
