@@ -5,7 +5,7 @@ several at a time, simulates the same plan with the measured rates, and prints b
 into the rates. P's own prefix cache never hits here, so that turns fetch all of their history; the pool is small and
 leases live shorter than some gaps, so that turns also lose it.
 
-    python bench/simulated_vs_real.py [--seeds 1,2] [--json docs/simulate.json]
+    python -m bench.simulated_vs_real [--seeds 1] [--json out/simulated_vs_real.json] [--add]
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ if TYPE_CHECKING:
 
 OUT: Final = Path(__file__).resolve().parents[1] / "out"
 TTL_S: Final = 6.0
-MAX_GAP_S: Final = 40.0
+MAX_GAP_S: Final = 20.0
 MIN_DELTA_TOKENS: Final = 40
 LONGEST_TOKENS: Final = 1500
 CONTEXT_TOKENS: Final = 4096
 STEP_TOKENS: Final = 256
 BLOCK_TOKENS: Final = 32
-# Room for six sessions or so, and for three under leases: budgets clip some, and requests take blocks that others left.
-KV_CACHE_BYTES: Final = 256 << 20
-BUDGET: Final = 0.5
+# Room for a dozen sessions or so, and for four under leases: budgets clip some, and requests take blocks that others left.
+KV_CACHE_BYTES: Final = 384 << 20
+BUDGET: Final = 0.35
 # Shorter than `SMALL`, for a plan must end within minutes where a core computes 150 tokens a second.
 WORKLOAD: Final = replace(
     SMALL,
     num_turns=LogNormal(8, 0.4),
-    system_tokens=128,
-    first=LogNormal(400, 0.5),
-    output=LogNormal(20, 0.5),
+    system_tokens=100,
+    first=LogNormal(250, 0.4),
+    output=LogNormal(16, 0.5),
     compaction_share=0,
     early_edit_share=0,
     late_edit_share=0,
@@ -110,6 +110,8 @@ def main() -> int:
         "runs": runs,
     }
     path = Path(args.json)
+    if args.add and path.exists():
+        report["earlier"] = json.loads(path.read_text("utf-8"))
     path.parent.mkdir(exist_ok=True, parents=True)
     path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     for run in runs:
@@ -121,9 +123,10 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--seeds", default="1,2", help="one plan each")
+    parser.add_argument("--seeds", default="1", help="one plan each, such as 1,2")
     parser.add_argument("--sessions", type=int, default=10, help="of a plan")
-    parser.add_argument("--concurrent", type=float, default=3.0, help="sessions at a time, about")
+    parser.add_argument("--concurrent", type=float, default=2.0, help="sessions at a time, about")
+    parser.add_argument("--add", action="store_true", help="keep what the file has, under `earlier`")
     parser.add_argument("--json", default=str(OUT / "simulated_vs_real.json"))
     return parser.parse_args()
 
