@@ -47,7 +47,7 @@ LONGEST_TOKENS: Final = 1500
 CONTEXT_TOKENS: Final = 4096
 STEP_TOKENS: Final = 256
 BLOCK_TOKENS: Final = 32
-# Room for a dozen sessions or so, and for four under leases: budgets clip some, and requests take blocks that others left.
+# Room for a dozen sessions or so, and for four under leases: budgets clip some, requests take what others left.
 KV_CACHE_BYTES: Final = 384 << 20
 BUDGET: Final = 0.35
 # Shorter than `SMALL`, for a plan must end within minutes where a core computes 150 tokens a second.
