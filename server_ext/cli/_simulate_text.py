@@ -71,7 +71,7 @@ def _show_one(base: Scenario, results: Results, console: Console) -> None:
 
 def _show_grid(cells: Sequence[Cell], console: Console) -> None:
     axes = list(cells[0].values)
-    table = _table(*axes, "first p50", "later p50", "p95", "p99", *OUTCOMES, "lost", "busy P", "D", "link")
+    table = _table(*axes, "first p50", "later p50", "p95", "p99", "token p95", *OUTCOMES, "lost", "busy P", "D", "link")
     for cell in cells:
         one = cell.results
         first, later = one.first_ttft_s or {}, one.later_ttft_s or {}
@@ -80,6 +80,7 @@ def _show_grid(cells: Sequence[Cell], console: Console) -> None:
             *(_word(cell.values[axis]) for axis in axes),
             *(f"{found[p]:.3f}" if found else "-" for found, p in ((first, "p50"), (later, "p50"))),
             *(f"{later[p]:.3f}" if later else "-" for p in ("p95", "p99")),
+            f"{one.token_s['p95'] * 1e3:.1f} ms" if one.token_s else "-",
             *(f"{one.outcomes.get(name, 0.0):.0%}" for name in OUTCOMES),
             f"{lost:.0%}",
             *(f"{one.utilisation[name]:.0%}" for name in ("prefill", "decode", "links_max")),

@@ -84,6 +84,26 @@ def test_without_prefill_engines_every_turn_is_computed_where_it_is_decoded():
     assert found.outcomes == {"local": 1}
 
 
+def test_a_home_that_chooses_finds_the_cheapest_way_of_an_idle_fleet():
+    """Nothing decodes and links are slow, so the tail is appended; on a slow D beside nothing, as well."""
+    turns = [turn(1_000), *(turn(100, gap=5) for _ in range(20))]
+    found = results(session(*turns), route="auto", changes={"fetch_fixed_s": 1.0, "handover_fixed_s": 1.0})
+    assert found.outcomes["local"] > 0.8
+    forced = results(session(*turns), route="fetch", changes={"fetch_fixed_s": 1.0, "handover_fixed_s": 1.0})
+    assert found.later_ttft_s["p50"] < 0.5 * forced.later_ttft_s["p50"]
+
+
+def test_a_home_that_chooses_protects_what_decodes_there():
+    """The same agent appends on an idle D, and goes over P for many of its turns where others decode at all times."""
+    readers = [session(*(turn(100, 2_000, gap=0.1) for _ in range(10))) for _ in range(2)]
+    agent = session(turn(8_000), *(turn(900, gap=1) for _ in range(40)), start=30)
+    slow = {"pool_tokens": 400_000, "max_context_tokens": 200_000, "fetch_fixed_s": 0.5}
+    alone = results(agent, route="auto", changes=slow)
+    beside = results(*readers, agent, route="auto", changes=slow)
+    assert alone.outcomes["local"] > 0.8
+    assert beside.outcomes["fetched"] > 0.2
+
+
 # ---------------------------------------------------------------- leases
 
 
