@@ -1,7 +1,7 @@
 """Runs the turns that tell the rates of running engines, through the public API alone.
 
 Order: `Measurement.run`: warm up the pair, prefills of growing length (`recompute`), fetches of growing histories
-(computed on D first, so that P has nothing of them), and answers side by side. Engines must be idle otherwise.
+(computed on D first, so that P has nothing of them), answers side by side, and a prefill beside an answer. Engines must be idle otherwise.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from server_ext.simulation.fit import DecodeSample, TurnSample
+from server_ext.simulation.fit import BesideSample, DecodeSample, TurnSample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,6 +28,9 @@ _DELTA_WORDS: Final = (20, 120)
 _MIN_TOKENS: Final = 24
 _BATCHES: Final = (1, 2, 4)
 _ANSWER_TOKENS: Final = 40
+_LONG_ANSWER: Final = 120
+_BESIDE_PART: Final = 0.2
+_BESIDE_REPEATS: Final = 2
 _SHORT_ANSWER: Final = 4
 """A first token that is also the last one is not timed by the server."""
 _BLOCK_SIZES: Final = tuple(1 << n for n in range(12))
@@ -52,10 +55,16 @@ class Said:
     ended_s: float
 
 
-async def say(
-    session: AsyncSession, text: str, *, num_tokens: int, route: Route | None, ttl_s: float | None = None
+async def say(  # noqa: PLR0913 (what a turn is)
+    session: AsyncSession,
+    text: str,
+    *,
+    num_tokens: int,
+    route: Route | None,
+    ttl_s: float | None = None,
+    on_token: Callable[[float], None] = lambda _: None,
 ) -> Said:
-    """Run a turn whose answer has exactly so many tokens."""
+    """Run a turn whose answer has exactly so many tokens; `on_token` is told when each comes."""
     first_s = last_s = 0.0
     async with session.stream(
         text, route=route, ttl_s=ttl_s, max_tokens=num_tokens, min_tokens=num_tokens, temperature=0
@@ -64,6 +73,7 @@ async def say(
             if chunk["choices"]:
                 last_s = time.perf_counter()
                 first_s = first_s or last_s
+                on_token(last_s)
         turn = await stream.final_turn()
     usage = turn.completion.get("usage") or {"completion_tokens": num_tokens}
     given = usage["completion_tokens"]
@@ -95,6 +105,7 @@ class Measurement:
     on_step: Callable[[str], None]
     turns: list[TurnSample] = field(default_factory=list)
     decodes: list[DecodeSample] = field(default_factory=list)
+    besides: list[BesideSample] = field(default_factory=list)
     said: list[Said] = field(default_factory=list)
 
     async def run(self) -> None:
@@ -107,6 +118,7 @@ class Measurement:
             await self._prefills()
             await self._fetches()
         await self._answers()
+        await self._beside()
 
     async def _prefills(self) -> None:
         for part in _PREFILL_PARTS:
@@ -155,6 +167,38 @@ class Measurement:
             step_s = sum(one.token_s for one in answers) / num
             self.decodes.append(DecodeSample(num_sequences=num, context_tokens=context, step_s=step_s))
 
+    async def _beside(self) -> None:
+        """Prefill while an answer streams: engines that share a machine take each other's time."""
+        num_words = max(_MIN_TOKENS, round(_BESIDE_PART * self.max_tokens))
+        for _ in range(_BESIDE_REPEATS):
+            self.on_step(f"computing about {num_words} tokens beside an answer")
+            times: list[float] = []
+            has_begun = asyncio.Event()
+
+            def on_token(at_s: float, times: list[float] = times, has_begun: asyncio.Event = has_begun) -> None:
+                times.append(at_s)
+                has_begun.set()
+
+            async with self.client.session() as streaming, self.client.session() as session:
+                answer = asyncio.create_task(
+                    say(streaming, words(_MIN_TOKENS), num_tokens=_LONG_ANSWER, route="local", on_token=on_token)
+                )
+                await has_begun.wait()
+                begun_s = time.perf_counter()
+                said = await say(session, words(num_words), num_tokens=_SHORT_ANSWER, route="recompute")
+                streamed = await answer
+            took_s = said.cache.timings_s.prefill
+            between = [at_s for at_s in times if begun_s <= at_s <= begun_s + (took_s or 0.0)]
+            if took_s is not None and len(between) > 1:
+                self.besides.append(
+                    BesideSample(
+                        prompt_tokens=said.cache.prompt_tokens,
+                        prefill_s=took_s,
+                        context_tokens=streamed.cache.prompt_tokens + _LONG_ANSWER // 2,
+                        step_s=(between[-1] - between[0]) / (len(between) - 1),
+                    )
+                )
+
     async def _answer(self) -> Said:
         async with self.client.session() as session:
             return await say(session, words(_MIN_TOKENS), num_tokens=_ANSWER_TOKENS, route="local")
@@ -168,7 +212,11 @@ class Measurement:
         """Return all samples, for the file."""
         from dataclasses import asdict
 
-        return {"turns": [asdict(one) for one in self.turns], "decodes": [asdict(one) for one in self.decodes]}
+        return {
+            "turns": [asdict(one) for one in self.turns],
+            "decodes": [asdict(one) for one in self.decodes],
+            "besides": [asdict(one) for one in self.besides],
+        }
 
 
 def block_size_of(leases: Sequence[tuple[int, int]]) -> int:

@@ -47,6 +47,18 @@ class DecodeSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BesideSample:
+    """A prompt that P computed whole while D decoded one other sequence."""
+
+    prompt_tokens: int
+    prefill_s: float
+    context_tokens: int
+    """Of the sequence on D."""
+    step_s: float
+    """Between two of its tokens meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """What is known of the engines without measuring."""
 
