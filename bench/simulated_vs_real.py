@@ -148,7 +148,7 @@ async def measure(url: str, model: str, args: argparse.Namespace) -> tuple[Fleet
             pool_tokens=pool_tokens,
             step_tokens=STEP_TOKENS,
         )
-        rates = fit_rates(shape, measured.turns, measured.decodes)
+        rates = fit_rates(shape, measured.turns, measured.decodes, measured.besides)
         console.print(rates.to_json())
         overheads = await overhead(client)
         runs = []

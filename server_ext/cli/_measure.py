@@ -1,7 +1,8 @@
 """Runs the turns that tell the rates of running engines, through the public API alone.
 
 Order: `Measurement.run`: warm up the pair, prefills of growing length (`recompute`), fetches of growing histories
-(computed on D first, so that P has nothing of them), answers side by side, and a prefill beside an answer. Engines must be idle otherwise.
+(computed on D first, so that P has nothing of them), answers side by side, and a prefill beside an answer. Engines must
+be idle otherwise.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Said:
     ended_s: float
 
 
-async def say(  # noqa: PLR0913 (what a turn is)
+async def say(
     session: AsyncSession,
     text: str,
     *,

@@ -1,6 +1,6 @@
 """Moves turns through a fleet: a discrete-event simulation on simpy's clock.
 
-The way of a turn, one event each: `_start` (its home looks up the lease) -> `_fetched` (P has what D held) ->
+The way of a turn, one event each: `_start` (its home looks up the lease) -> `_ready` (P has what D held) ->
 `_computed` (P is done, D may have its ticket back) -> `_arrived` (D has the KV; it waits for blocks) -> `_step`
 (its answer ends, its blocks become the lease). A turn that D computes itself goes from `_start` to `_arrived` and
 `_computed_here`. Nothing happens between events, and there is one process only, the clock: a process for each
@@ -18,7 +18,6 @@ import simpy
 
 from bidikv_sdk.wire import Route
 from server_ext.analysis.memory import DecodeMemory, chunk_rates
-from server_ext.core.cost import Observed
 from server_ext.core.gaps import TOOL_PREFIX
 from server_ext.core.settings import HomeSettings
 
@@ -95,6 +94,9 @@ class Fleet:
             )
             for _ in range(config.num_decode)
         ]
+        if rates.shares_machines:
+            for prefill, home in zip(self.prefills, self.decodes, strict=False):
+                prefill.neighbour, home.neighbour = home, prefill
         self._recorder = Recorder()
         self._num_turns = 0
 
@@ -207,21 +209,21 @@ class Fleet:
         cached = prefill.num_cached(turn.session.number, min(turn.kept_tokens, turn.prompt_tokens - 1))
         turn.cached_tokens = cached
         # vLLM looks at what waits when the prompt before it is computed: the read begins then, not before.
-        ready_s = max(ready_s, prefill.free_s)
+        look_s = max(ready_s, prefill.free_s())
         settings = self._config.settings
         if begun.ticket is None or held <= cached or held < settings.min_fetch_tokens:
-            self._compute(turn, ready_s)
-        elif ready_s - now_s + _EXPIRY_MARGIN_S >= settings.ticket_ttl_s:
+            self._at(ready_s - now_s, self._ready, turn)
+        elif look_s - now_s + _EXPIRY_MARGIN_S >= settings.ticket_ttl_s:
             turn.is_ticket_late = True
-            self._compute(turn, ready_s)
+            self._at(ready_s - now_s, self._ready, turn)
         else:
             turn.fetched_tokens = held - cached
             duration_s = turn.fetched_tokens * rates.fetch_s_per_token
             turn.idle_s += duration_s + rates.fetch_fixed_s
-            sent_s = home.outbound.reserve(duration_s, now_s=ready_s)
-            end_s = max(sent_s, prefill.inbound.reserve(duration_s, now_s=ready_s)) + rates.fetch_fixed_s
-            turn.fetch_s = end_s - ready_s
-            self._at(end_s - now_s, self._fetched, turn)
+            sent_s = home.outbound.reserve(duration_s, now_s=look_s)
+            end_s = max(sent_s, prefill.inbound.reserve(duration_s, now_s=look_s)) + rates.fetch_fixed_s
+            turn.fetch_s = end_s - look_s
+            self._at(end_s - now_s, self._ready, turn)
 
     def _choose(self) -> PrefillEngine:
         """Return the shorter queue of two: nearly as good as the shortest of all, and as cheap for many."""
@@ -229,24 +231,48 @@ class Fleet:
         if len(prefills) == 1:
             return prefills[0]
         one, two = self._random.sample(prefills, 2)
-        return one if one.free_s <= two.free_s else two
+        return one if one.free_s() <= two.free_s() else two
 
-    def _fetched(self, event: Any) -> None:
-        self._compute(event.value, self._clock.now)
-
-    def _compute(self, turn: Turn, ready_s: float) -> None:
+    def _ready(self, event: Any) -> None:
+        """Put a prompt into P's queue: what is fetched for it is there."""
+        turn: Turn = event.value
         prefill = turn.prefill
-        assert prefill is not None  # noqa: S101 (`_to_prefill` has chosen)
+        assert prefill is not None  # noqa: S101 (as above)
         turn.compute_s = self._rates.prefill_s(turn.prompt_tokens, turn.cached_tokens + turn.fetched_tokens)
         turn.idle_s += turn.compute_s
-        end_s = prefill.reserve(turn.compute_s, now_s=ready_s)
-        self._at(end_s - self._clock.now, self._computed, turn)
+        prefill.add(turn, now_s=self._clock.now)
+        if len(prefill.queue) == 1:
+            self._wake_prefill(prefill)
+            self._share(prefill, prefill.neighbour)
+
+    def _wake_prefill(self, prefill: PrefillEngine) -> None:
+        """See to it that P is looked at when its prompt is computed; what was foreseen before no longer counts."""
+        prefill.num_changes += 1
+        delay_s = max(0.0, prefill.next_end_s() - self._clock.now)
+        self._at(delay_s, self._computed, (prefill, prefill.num_changes))
+
+    def _share(self, prefill: PrefillEngine | None, home: DecodeEngine | None) -> None:
+        """Let two engines on one machine take each other's time."""
+        if prefill is None or home is None:
+            return
+        now_s, rates = self._clock.now, self._rates
+        home.batch.stretch(rates.decode_slowdown if prefill.queue else 1.0, now_s=now_s)
+        self._wake(home)
+        if prefill.set_speed(1 / rates.prefill_slowdown if len(home.batch) else 1.0, now_s=now_s):
+            self._wake_prefill(prefill)
 
     def _computed(self, event: Any) -> None:
         """Give the ticket back, and hand over what D has not."""
-        turn: Turn = event.value
-        now_s, rates, home, prefill = self._clock.now, self._rates, turn.session.home, turn.prefill
-        assert prefill is not None  # noqa: S101 (as above)
+        prefill, num_changes = event.value
+        if num_changes != prefill.num_changes:
+            return
+        now_s, rates = self._clock.now, self._rates
+        turn = prefill.pop(now_s=now_s)
+        home = turn.session.home
+        if prefill.queue:
+            self._wake_prefill(prefill)
+        else:
+            self._share(prefill, prefill.neighbour)
         turn.answered_s = now_s
         if turn.way != "recompute":
             prefill.cache(turn.session.number, turn.prompt_tokens)
@@ -320,6 +346,7 @@ class Fleet:
     def _decode(self, home: DecodeEngine, turn: Turn) -> None:
         context_tokens = turn.prompt_tokens + turn.plan.output_tokens // 2
         turn.first_token_s = home.batch.join(turn, turn.plan.output_tokens, context_tokens, now_s=self._clock.now)
+        self._share(home.neighbour, home)
         self._observe_step(home, 0)
 
     def _observe_step(self, home: DecodeEngine, num_prompt_tokens: int) -> None:
@@ -348,6 +375,7 @@ class Fleet:
             self._admit(home)
         else:
             self._wake(home)
+        self._share(home.neighbour, home)
 
     def _end(self, home: DecodeEngine, turn: Turn) -> None:
         """Make the turn's blocks the lease, and come back after the gap."""
@@ -358,7 +386,7 @@ class Fleet:
         home.memory.end(turn.request, _TOOL if calls_tool else "stop", now_s=now_s)
         self._recorder.add(turn, is_forced=self._route not in {"auto", "fetch"}, end_s=now_s)
         if self._route == "auto":
-            home.routing.settle(turn.request.nonce, _observed(turn), now_s=now_s)
+            home.routing.settle(turn.request.nonce, turn.observed(), now_s=now_s)
         if following is None:
             return
         if calls_tool and self._config.holds_tools:
@@ -367,19 +395,3 @@ class Fleet:
             home.memory.extend(session.key, ttl_s, now_s=now_s)
         session.history_tokens = turn.prompt_tokens + turn.plan.output_tokens
         self._at(following.gap_s, self._start, session)
-
-
-def _observed(turn: Turn) -> Observed:
-    """Return what the server's conductor tells of a turn that has ended."""
-    has_prefill = turn.answered_s is not None and turn.prefill is not None
-    began_s = turn.answered_s if turn.answered_s is not None else turn.started_s
-    return Observed(
-        prompt_tokens=turn.prompt_tokens,
-        reused_tokens=turn.cached_tokens,
-        fetched_tokens=turn.fetched_tokens,
-        prefill_s=None if turn.answered_s is None else turn.answered_s - turn.started_s,
-        fetch_s=turn.fetch_s,
-        handover_s=turn.first_token_s - began_s,
-        pair=turn.prefill.name if has_prefill and turn.prefill is not None else None,
-        is_read_failed=turn.is_ticket_late,
-    )

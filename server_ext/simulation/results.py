@@ -112,6 +112,8 @@ class Recorder:
         self, prefills: "Sequence[PrefillEngine]", decodes: "Sequence[DecodeEngine]", *, now_s: float
     ) -> None:
         """Note how long everything has been busy so far."""
+        for prefill in prefills:
+            prefill.advance(now_s=now_s)
         for home in decodes:
             home.batch.advance(now_s=now_s)
         ports = [port for prefill in prefills for port in (prefill.inbound, prefill.outbound)]

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from server_ext.core.cost import Observed
+
 if TYPE_CHECKING:
     from server_ext.analysis.memory import Request
     from server_ext.core.cost import Way
@@ -66,3 +68,17 @@ class Turn:
         self.idle_s = 0.0
         self.is_ticket_late = False
         self.first_token_s = 0.0
+
+    def observed(self) -> Observed:
+        """Return what the server's conductor tells of a turn that has ended."""
+        began_s = self.started_s if self.answered_s is None else self.answered_s
+        return Observed(
+            prompt_tokens=self.prompt_tokens,
+            reused_tokens=self.cached_tokens,
+            fetched_tokens=self.fetched_tokens,
+            prefill_s=None if self.answered_s is None else self.answered_s - self.started_s,
+            fetch_s=self.fetch_s,
+            handover_s=self.first_token_s - began_s,
+            pair=None if self.answered_s is None or self.prefill is None else self.prefill.name,
+            is_read_failed=self.is_ticket_late,
+        )

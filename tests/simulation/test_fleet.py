@@ -210,6 +210,17 @@ def test_a_prefill_on_the_home_holds_up_what_decodes_there():
     assert held_up - calm == pytest.approx(prefill_s(5_000) / 100, rel=0.1)
 
 
+def test_engines_on_one_machine_take_each_others_time():
+    """A prefill of 1.2 s beside a stream takes twice that, and the stream's steps three times theirs meanwhile."""
+    stream, prompt = session(turn(100, 101)), session(turn(1_000, 1), start=1)
+    apart = results(stream, prompt)
+    beside = results(stream, prompt, changes={"prefill_slowdown": 2.0, "decode_slowdown": 3.0})
+    later = beside.first_ttft_s["p99"] - apart.first_ttft_s["p99"]
+    assert later == pytest.approx(prefill_s(1_000), rel=0.1)
+    lost_steps_s = 2 * prefill_s(1_000) * (1 - 1 / 3)
+    assert (beside.token_s["p99"] - apart.token_s["p99"]) * 100 == pytest.approx(lost_steps_s, rel=0.15)
+
+
 def test_a_request_waits_for_blocks_until_another_one_ends():
     """Two requests that do not fit together run one after the other, and none is refused."""
     found = results(session(turn(30_000, 100)), session(turn(30_000, 100)), num_prefill=2)

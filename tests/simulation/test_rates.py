@@ -7,7 +7,7 @@ import pytest
 
 from server_ext.analysis.hardware import find_gpu, find_link, find_model
 from server_ext.analysis.limits import Limits
-from server_ext.simulation.fit import DecodeSample, Shape, TurnSample, fit_rates
+from server_ext.simulation.fit import BesideSample, DecodeSample, Shape, TurnSample, fit_rates
 from server_ext.simulation.rates import from_limits, read_rates
 
 from .fleets import RATES
@@ -62,6 +62,17 @@ def test_the_rates_behind_samples_are_found():
     rates = replace(RATES, decode_s_per_context_token=1e-5)
     found = fit_rates(SHAPE, samples(rates), answers(rates))
     assert numbers(found) == pytest.approx(numbers(rates), rel=1e-6)
+
+
+def test_what_takes_longer_beside_the_other_engine_is_found():
+    """Twice as long is a slowdown of two; a per cent is what measuring varies by."""
+    prompt_s, step_s = RATES.prefill_s(500), RATES.step_s(1, 100)
+    for ratio, found in ((2.0, 2.0), (1.01, 1.0)):
+        beside = BesideSample(prompt_tokens=500, prefill_s=ratio * prompt_s, context_tokens=100, step_s=ratio * step_s)
+        rates = fit_rates(SHAPE, samples(RATES), answers(RATES), [beside])
+        assert rates.prefill_slowdown == pytest.approx(found)
+        assert rates.decode_slowdown == pytest.approx(found)
+        assert rates.shares_machines is (found != 1)
 
 
 def test_a_cost_is_never_a_gain():
