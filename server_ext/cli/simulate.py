@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
@@ -24,6 +25,9 @@ def simulate(
         int | None, typer.Option(help="Sessions in all (default: four for each in progress, at least 200).", min=1)
     ] = None,
     concurrent: Annotated[float | None, typer.Option(help="Sessions in progress at a time (default: 20).")] = None,
+    turns: Annotated[
+        float | None, typer.Option(help="Turns of a made-up session, in the median (default: 45, as recorded).")
+    ] = None,
     traces: Annotated[
         list[str] | None, typer.Option(help="Logs or traces to draw sessions from (default: made-up agents).")
     ] = None,
@@ -79,7 +83,7 @@ def simulate(
         base = Scenario(
             limits=limits,
             rates=speed,
-            workload=_workload(traces, speed),
+            workload=_workload(traces, turns, speed),
             prefill=num_prefill,
             decode=num_decode,
             sessions=sessions,
@@ -99,13 +103,15 @@ def simulate(
     _write(base, cells, target_p99, json_path)
 
 
-def _workload(traces: list[str] | None, rates: FleetRates) -> Any:
+def _workload(traces: list[str] | None, turns: float | None, rates: FleetRates) -> Any:
     """Return what sessions do: read from files, or made up for the model's context."""
     from server_ext.analysis.problems import Problems
-    from server_ext.traffic import AGENT, SMALL, read_sessions
+    from server_ext.traffic import AGENT, SMALL, LogNormal, read_sessions
 
     if traces is None:
         workload = AGENT if rates.max_context_tokens >= 2 * AGENT.system_tokens else SMALL
+        if turns is not None:
+            workload = replace(workload, num_turns=LogNormal(turns, workload.num_turns.sigma))
         return workload.fitting(min(rates.max_context_tokens, workload.max_context_tokens))
     recorded = tuple(read_sessions(traces, Problems()))
     if not recorded:
