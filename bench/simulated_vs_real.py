@@ -25,7 +25,6 @@ from rich.console import Console
 
 from bench._machine import versions
 from bidikv_sdk import AsyncBidiKV
-from server_ext.analysis.hardware import find_model
 from server_ext.analysis.memory import make_settings
 from server_ext.cli._measure import Measurement, say, words
 from server_ext.launch.command import StackConfig
@@ -43,19 +42,20 @@ OUT: Final = Path(__file__).resolve().parents[1] / "out"
 TTL_S: Final = 6.0
 MAX_GAP_S: Final = 20.0
 MIN_DELTA_TOKENS: Final = 40
-LONGEST_TOKENS: Final = 1500
+LONGEST_TOKENS: Final = 2000
 CONTEXT_TOKENS: Final = 4096
 STEP_TOKENS: Final = 256
 BLOCK_TOKENS: Final = 32
 # Room for a dozen sessions or so, and for four under leases: budgets clip some, requests take what others left.
-KV_CACHE_BYTES: Final = 384 << 20
-BUDGET: Final = 0.35
-# Shorter than `SMALL`, for a plan must end within minutes where a core computes 150 tokens a second.
+KV_CACHE_BYTES: Final = 512 << 20
+BUDGET: Final = 0.5
+# Shorter than `SMALL`, for a plan must end within minutes on one core for each engine.
 WORKLOAD: Final = replace(
     SMALL,
     num_turns=LogNormal(8, 0.4),
+    max_turns=12,
     system_tokens=100,
-    first=LogNormal(250, 0.4),
+    first=LogNormal(400, 0.4),
     output=LogNormal(16, 0.5),
     compaction_share=0,
     early_edit_share=0,
@@ -99,7 +99,7 @@ def main() -> int:
     with running_stack(
         config, state_dir, lambda p: console.print(f"{p.elapsed_s:5.0f} s  {p.role:8} {p.stage}")
     ) as stack:
-        rates, runs, raw = asyncio.run(measure(stack.url, model, args))
+        rates, runs, raw = asyncio.run(measure(stack.url, args))
     report = {
         "versions": versions(),
         "ttl_s": TTL_S,
@@ -124,14 +124,14 @@ def arguments() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--seeds", default="1", help="one plan each, such as 1,2")
-    parser.add_argument("--sessions", type=int, default=10, help="of a plan")
-    parser.add_argument("--concurrent", type=float, default=2.0, help="sessions at a time, about")
+    parser.add_argument("--sessions", type=int, default=20, help="of a plan")
+    parser.add_argument("--concurrent", type=float, default=3.0, help="sessions at a time, about")
     parser.add_argument("--add", action="store_true", help="keep what the file has, under `earlier`")
     parser.add_argument("--json", default=str(OUT / "simulated_vs_real.json"))
     return parser.parse_args()
 
 
-async def measure(url: str, model: str, args: argparse.Namespace) -> tuple[FleetRates, list[Any], dict[str, Any]]:
+async def measure(url: str, args: argparse.Namespace) -> tuple[FleetRates, list[Any], dict[str, Any]]:
     """Return the rates, both sides of every plan, and the samples of the rates."""
     async with (
         httpx.AsyncClient(trust_env=False, timeout=600) as http_client,
@@ -143,7 +143,7 @@ async def measure(url: str, model: str, args: argparse.Namespace) -> tuple[Fleet
         shape = Shape(
             model="smollm2-135m",
             source=f"measured with prompts of up to {LONGEST_TOKENS} tokens",
-            kv_bytes_per_token=find_model(model).kv_bytes_per_token,
+            kv_bytes_per_token=KV_CACHE_BYTES // pool_tokens,
             max_context_tokens=CONTEXT_TOKENS,
             pool_tokens=pool_tokens,
             step_tokens=STEP_TOKENS,
@@ -176,7 +176,7 @@ def planned(args: argparse.Namespace, seed: int, rates: FleetRates) -> list[Plan
     """Return the sessions of a seed, with gaps that end within minutes and deltas that a chat template can have."""
     sample = list(generate(WORKLOAD, 100, seed=seed + 1000, rate_per_s=None))
     turns = [turn for session in sample for turn in session.turns]
-    busy_s = sum(min(turn.gap_s, MAX_GAP_S) + turn.output_tokens * rates.decode_step_s + 1.5 for turn in turns)
+    busy_s = sum(min(turn.gap_s, MAX_GAP_S) + turn.output_tokens * rates.decode_step_s + 0.5 for turn in turns)
     rate_per_s = args.concurrent / (busy_s / len(sample))
     plan = []
     for session in generate(WORKLOAD, args.sessions, seed=seed, rate_per_s=rate_per_s):
