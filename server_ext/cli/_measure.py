@@ -30,8 +30,7 @@ _MIN_TOKENS: Final = 24
 _BATCHES: Final = (1, 2, 4)
 _ANSWER_TOKENS: Final = 40
 _LONG_ANSWER: Final = 120
-_BESIDE_PART: Final = 0.2
-_BESIDE_REPEATS: Final = 2
+_BESIDE_PARTS: Final = (0.1, 0.2, 0.1, 0.2)
 _SHORT_ANSWER: Final = 4
 """A first token that is also the last one is not timed by the server."""
 _BLOCK_SIZES: Final = tuple(1 << n for n in range(12))
@@ -143,22 +142,9 @@ class Measurement:
     async def _turn(self, session: AsyncSession, num_words: int, route: Route) -> None:
         said = await say(session, words(num_words), num_tokens=_SHORT_ANSWER, route=route)
         self.said.append(said)
-        cache, took = said.cache, said.cache.timings_s
-        if took.prefill is None or took.handover is None:
-            return  # P had no part in it: that tells nothing of P
-        present = cache.reused_tokens + cache.fetched_tokens
-        self.turns.append(
-            TurnSample(
-                prompt_tokens=cache.prompt_tokens,
-                present_tokens=present,
-                fetched_tokens=cache.fetched_tokens,
-                handed_tokens=cache.prompt_tokens - (0 if route == "recompute" else cache.held_tokens),
-                control_s=(took.render or 0.0) + (took.begin or 0.0),
-                prefill_s=took.prefill,
-                fetch_s=took.fetch,
-                handover_s=took.handover,
-            )
-        )
+        sample = _sample(said, route)
+        if sample is not None:
+            self.turns.append(sample)
 
     async def _answers(self) -> None:
         for num in _BATCHES:
@@ -170,8 +156,8 @@ class Measurement:
 
     async def _beside(self) -> None:
         """Prefill while an answer streams: engines that share a machine take each other's time."""
-        num_words = max(_MIN_TOKENS, round(_BESIDE_PART * self.max_tokens))
-        for _ in range(_BESIDE_REPEATS):
+        for part in _BESIDE_PARTS:
+            num_words = max(_MIN_TOKENS, round(part * self.max_tokens))
             self.on_step(f"computing about {num_words} tokens beside an answer")
             times: list[float] = []
             has_begun = asyncio.Event()
@@ -188,17 +174,15 @@ class Measurement:
                 begun_s = time.perf_counter()
                 said = await say(session, words(num_words), num_tokens=_SHORT_ANSWER, route="recompute")
                 streamed = await answer
-            took_s = said.cache.timings_s.prefill
-            between = [at_s for at_s in times if begun_s <= at_s <= begun_s + (took_s or 0.0)]
-            if took_s is not None and len(between) > 1:
-                self.besides.append(
-                    BesideSample(
-                        prompt_tokens=said.cache.prompt_tokens,
-                        prefill_s=took_s,
-                        context_tokens=streamed.cache.prompt_tokens + _LONG_ANSWER // 2,
-                        step_s=(between[-1] - between[0]) / (len(between) - 1),
-                    )
-                )
+            sample = _sample(said, "recompute")
+            if sample is None:
+                continue
+            until_s = begun_s + sample.control_s + sample.prefill_s
+            between = [at_s for at_s in times if begun_s <= at_s <= until_s]
+            if len(between) > 1 and times[-1] > until_s + sample.handover_s:
+                context = streamed.cache.prompt_tokens + _LONG_ANSWER // 2
+                step_s = (between[-1] - between[0]) / (len(between) - 1)
+                self.besides.append(BesideSample(turn=sample, context_tokens=context, step_s=step_s))
 
     async def _answer(self) -> Said:
         async with self.client.session() as session:
@@ -218,6 +202,23 @@ class Measurement:
             "decodes": [asdict(one) for one in self.decodes],
             "besides": [asdict(one) for one in self.besides],
         }
+
+
+def _sample(said: Said, route: Route) -> TurnSample | None:
+    """Return what a turn tells; None where P had no part in it."""
+    cache, took = said.cache, said.cache.timings_s
+    if took.prefill is None or took.handover is None:
+        return None
+    return TurnSample(
+        prompt_tokens=cache.prompt_tokens,
+        present_tokens=cache.reused_tokens + cache.fetched_tokens,
+        fetched_tokens=cache.fetched_tokens,
+        handed_tokens=cache.prompt_tokens - (0 if route == "recompute" else cache.held_tokens),
+        control_s=(took.render or 0.0) + (took.begin or 0.0),
+        prefill_s=took.prefill,
+        fetch_s=took.fetch,
+        handover_s=took.handover,
+    )
 
 
 def block_size_of(leases: Sequence[tuple[int, int]]) -> int:

@@ -160,7 +160,9 @@ def _show(found: FleetRates) -> None:
         f"further sequence, {found.decode_s_per_context_token * 1e6:.2f} us per token of context\n"
         f"  control   {found.control_s * 1e3:.1f} ms\n"
         f"  beside each other, prefills take {found.prefill_slowdown:.2f} times as long, and decode steps "
-        f"{found.decode_slowdown:.2f} times"
+        f"{found.decode_slowdown:.2f} times;\n"
+        f"  calls wait for {found.control_steps:.1f} steps of a busy decode engine, hand-overs for "
+        f"{found.handover_steps:.1f}"
     )
 
 

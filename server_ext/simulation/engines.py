@@ -171,15 +171,23 @@ class Batch:
             self.busy_s += elapsed_s
         self._at_s = now_s
 
-    def join(self, turn: "Turn", num_steps: int, context_tokens: int, *, now_s: float) -> float:
-        """Add a sequence for so many steps; return when its first token comes."""
-        wait_s = self.step_s / 2  # on average, for the step that runs
+    def join(self, turn: "Turn", num_steps: int, context_tokens: int, *, lag_steps: float, now_s: float) -> float:
+        """Add a sequence that lasts so many steps; return when its first token comes.
+
+        Args:
+            turn: whose it is.
+            num_steps: tokens of its answer.
+            context_tokens: that it attends to, on average.
+            lag_steps: that it waits for before its first, where others run.
+            now_s: simulated seconds.
+        """
         self.advance(now_s=now_s)
+        lag_steps = lag_steps if self._ends else 0.0
         self._num_joined += 1
-        heapq.heappush(self._ends, (self._steps + num_steps, self._num_joined, context_tokens, turn))
+        heapq.heappush(self._ends, (self._steps + lag_steps + num_steps, self._num_joined, context_tokens, turn))
         self._context_tokens += context_tokens
         self._change()
-        return now_s + wait_s + self._step_s
+        return now_s + (lag_steps + 1) * self._step_s
 
     def pop_ended(self, *, now_s: float) -> "Iterator[Turn]":
         """Remove and yield the sequences that have ended."""

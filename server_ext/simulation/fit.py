@@ -49,14 +49,13 @@ class DecodeSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BesideSample:
-    """A prompt that P computed whole while D decoded one other sequence."""
+    """A turn whose prompt P computed whole while D decoded one other sequence."""
 
-    prompt_tokens: int
-    prefill_s: float
+    turn: TurnSample
     context_tokens: int
     """Of the sequence on D."""
     step_s: float
-    """Between two of its tokens meanwhile."""
+    """Between two of its tokens while P computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,16 +115,37 @@ def fit_rates(
         decode_s_per_sequence=sequence_s,
         decode_s_per_context_token=context_s,
     )
-    return replace(
-        alone,
-        prefill_slowdown=_slowdown([one.prefill_s / alone.prefill_s(one.prompt_tokens) for one in besides]),
-        decode_slowdown=_slowdown([one.step_s / alone.step_s(1, one.context_tokens) for one in besides]),
-    )
+    return replace(alone, **_beside(alone, besides)) if besides else alone
+
+
+def _beside(alone: FleetRates, besides: Sequence[BesideSample]) -> dict[str, Any]:
+    """Return what takes longer beside a sequence on D: both engines' work, and the waits for D's steps."""
+    steps_s = [alone.step_s(1, one.context_tokens) for one in besides]
+    pairs = list(zip(besides, steps_s, strict=True))
+    control = [(one.turn.control_s - alone.control_s) / step_s for one, step_s in pairs]
+    handover = [
+        (
+            one.turn.handover_s
+            - alone.handover_fixed_s
+            - alone.handover_s_per_token * one.turn.handed_tokens
+            - alone.step_s(2, one.context_tokens + one.turn.prompt_tokens)
+        )
+        / step_s
+        for one, step_s in pairs
+    ]
+    return {
+        "prefill_slowdown": _slowdown(
+            [one.turn.prefill_s / alone.prefill_s(one.turn.prompt_tokens) for one in besides]
+        ),
+        "decode_slowdown": _slowdown([one.step_s / step_s for one, step_s in pairs]),
+        "control_steps": max(0.0, float(np.median(control))),
+        "handover_steps": max(0.0, float(np.median(handover))),
+    }
 
 
 def _slowdown(ratios: Sequence[float]) -> float:
     """Return how many times as long things take beside each other; 1 where that is within what measuring varies by."""
-    ratio = float(np.median(ratios)) if ratios else 1.0
+    ratio = float(np.median(ratios))
     return ratio if ratio > _NOISE else 1.0
 
 

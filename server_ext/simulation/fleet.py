@@ -167,8 +167,7 @@ class Fleet:
             return
         turn.prefill = self._choose() if self.prefills else None
         self._look_up(turn, str(self._num_turns))
-        # A control call waits for the step that runs.
-        ready_s = now_s + self._rates.control_s + home.batch.step_s
+        ready_s = now_s + self._rates.control_s + self._rates.control_steps * home.batch.step_s
         turn.idle_s = self._rates.control_s
         if turn.way == "local":
             turn.cached_tokens = turn.request.cached_tokens
@@ -313,7 +312,7 @@ class Fleet:
                 if len(home.computing) == 1:
                     self._compute_here(home)
             else:
-                self._decode(home, turn)
+                self._decode(home, turn, num_done=0, lag_steps=self._rates.handover_steps)
         self._wake(home)
 
     def _can_change(self, home: DecodeEngine) -> bool:
@@ -337,15 +336,19 @@ class Fleet:
         home = event.value
         turn = home.computing.popleft()
         home.batch.slow(0.0, now_s=self._clock.now)
-        self._decode(home, turn)
-        turn.first_token_s = self._clock.now  # the last chunk's step makes it
+        # The last chunk's step has made the first token.
+        self._decode(home, turn, num_done=1, lag_steps=0.0)
+        turn.first_token_s = self._clock.now
         if home.computing:
             self._compute_here(home)
         self._wake(home)
 
-    def _decode(self, home: DecodeEngine, turn: Turn) -> None:
+    def _decode(self, home: DecodeEngine, turn: Turn, *, num_done: int, lag_steps: float) -> None:
+        num_steps = turn.plan.output_tokens - num_done
         context_tokens = turn.prompt_tokens + turn.plan.output_tokens // 2
-        turn.first_token_s = home.batch.join(turn, turn.plan.output_tokens, context_tokens, now_s=self._clock.now)
+        turn.first_token_s = home.batch.join(
+            turn, num_steps, context_tokens, lag_steps=lag_steps, now_s=self._clock.now
+        )
         self._share(home.neighbour, home)
         self._observe_step(home, 0)
 

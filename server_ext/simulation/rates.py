@@ -90,6 +90,12 @@ class FleetRates:
             + self.decode_s_per_context_token * context_tokens
         )
 
+    control_steps: float = 1.5
+    """Steps of a decode engine that runs, for which a turn's calls wait: half of one, and then a whole one."""
+    handover_steps: float = 1.5
+    """The same between a hand-over and the step that makes the first token: the read is posted with a step, and that
+    it has ended is seen at that step's end."""
+
     @property
     def shares_machines(self) -> bool:
         """Whether a prefill and a decode engine take each other's time."""

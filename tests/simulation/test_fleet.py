@@ -179,7 +179,7 @@ def test_a_ticket_that_waits_too_long_is_not_used():
 
 def test_prompts_wait_for_each_other_on_one_prefill_engine():
     """Of two first turns at the same moment the second waits for all of the first."""
-    free = {"handover_s_per_token": 0.0, "decode_s_per_sequence": 0.0}
+    free = {"handover_s_per_token": 0.0, "decode_s_per_sequence": 0.0, "control_steps": 0.0, "handover_steps": 0.0}
     alone = results(session(turn(1_000)), changes=free).first_ttft_s["p50"]
     both = results(session(turn(1_000)), session(turn(1_000)), changes=free)
     assert both.first_ttft_s["p99"] == pytest.approx(alone + prefill_s(1_000), rel=0.05)
@@ -193,6 +193,15 @@ def test_transfers_share_a_port():
     one = results(session(turn(10_000)), num_prefill=2, changes=slow).first_ttft_s["p99"]
     two = results(session(turn(10_000)), session(turn(10_000)), num_prefill=2, changes=slow).first_ttft_s["p99"]
     assert two - one == pytest.approx(100, rel=0.02)
+
+
+def test_a_busy_home_answers_and_takes_up_between_steps():
+    """Beside a stream, a turn's calls and its hand-over wait for one and a half steps of 50 ms each."""
+    stream, late = session(turn(100, 200)), session(turn(1_000, 1), start=1)
+    calm = results(session(turn(1_000, 1))).first_ttft_s["p50"]
+    busy = results(stream, late).first_ttft_s["p99"]
+    # The first of them in steps of one sequence, the others in steps of two.
+    assert busy - calm == pytest.approx(1.5 * 0.05 + 1.5 * 0.06 + 0.01, rel=0.1)
 
 
 def test_sequences_of_a_batch_slow_each_other_down():

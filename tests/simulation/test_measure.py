@@ -44,7 +44,7 @@ async def test_what_a_server_does_not_time_is_left_out():
         await measured.run()
     assert measured.turns == []
     assert [one.num_sequences for one in measured.decodes] == [1] * 6 + [1, 2, 4]
-    assert len(steps) == 1 + 5 + 6 + 3 + 2
+    assert len(steps) == 1 + 5 + 6 + 3 + 4
 
 
 @pytest.mark.parametrize(
