@@ -64,6 +64,8 @@ PLAN: Final = Plan(
     gated=True,
     max_model_len=3072,
     pool_blocks=599,
+    # As one P of many, which has served others since: it holds the history of a few sessions only.
+    prefill_pool_blocks=199,
     prefill_step_tokens=512,
     fresh_prefill_salt=False,
 )
@@ -287,6 +289,7 @@ def _settings(args: argparse.Namespace, from_s: float) -> dict[str, Any]:
         "memory_watched_from_s": from_s,
         "mean_fault_gap_s": _MEAN_FAULT_GAP_S,
         "pool_blocks": PLAN.pool_blocks,
+        "prefill_pool_blocks": PLAN.prefill_pool_blocks,
         "max_model_len": PLAN.max_model_len,
         "bidikv": PLAN.settings,
     }
