@@ -56,6 +56,15 @@ def slopes(samples: Iterable[Sample], from_s: float) -> dict[str, float]:
     return found
 
 
+def curves(samples: Iterable[Sample], every_s: float = 30.0) -> dict[str, list[list[float]]]:
+    """Return each engine's memory over time, one sample each so many seconds, as pairs of seconds and MB."""
+    found: defaultdict[str, dict[int, list[float]]] = defaultdict(dict)
+    for sample in samples:
+        point = [round(sample.at_s, 1), round(sample.rss_bytes / 1e6, 1)]
+        found[sample.engine].setdefault(int(sample.at_s / every_s), point)
+    return {engine: list(points.values()) for engine, points in found.items()}
+
+
 @dataclass
 class SoakResult:
     """All that goes into `out/soak.json`."""
@@ -73,7 +82,7 @@ class SoakResult:
     stale_reads: int
     blocks_leaked: int
     rss_slope_mb_per_min: Mapping[str, float]
-    rss_mb: Mapping[str, float]
+    rss_mb: Mapping[str, list[list[float]]]
     reference_rss_slope_mb_per_min: float | None
     engines_alive: bool
     wrong: list[dict[str, Any]] = field(default_factory=list)

@@ -19,7 +19,7 @@ from bench._soak_plan import (
     other_faults,
     recorded,
 )
-from bench._soak_result import Sample, SoakResult, slope_mb_per_min, slopes
+from bench._soak_result import Sample, SoakResult, curves, slope_mb_per_min, slopes
 from server_ext.traffic import PlannedSession, PlannedTurn, prompts
 
 # ---------------------------------------------------------------- plans
@@ -155,6 +155,12 @@ def test_every_life_of_an_engine_has_a_slope_of_its_own():
     assert slopes([*first, *second], 0.0) == {"decode": pytest.approx(2.0, abs=0.01)}
     assert slopes([*first, *second], 100.0) == {"decode": pytest.approx(0.0, abs=0.01)}
     assert slopes(first[:5], 0.0) == {}
+
+
+def test_a_curve_has_a_point_every_half_minute():
+    """The file shows how memory went, without every sample."""
+    samples = [Sample("decode", 1, float(t), 10**6 * t) for t in range(0, 70, 2)]
+    assert curves(samples) == {"decode": [[0.0, 0.0], [30.0, 30.0], [60.0, 60.0]]}
 
 
 def make_result(**changes):

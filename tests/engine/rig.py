@@ -13,7 +13,7 @@ import signal
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -55,6 +55,7 @@ class Plan:
     copied: bool = False
     block_size: int = BLOCK_SIZE
     fresh_prefill_salt: bool = True
+    env: Mapping[str, str] = field(default_factory=dict)
 
     def kv_cache_bytes(self, num_blocks: int) -> int:
         """Return the memory of so many blocks, and of vLLM's null block."""
@@ -159,6 +160,7 @@ class Rig:
                 "VLLM_SERVER_DEV_MODE": "1",
                 "BIDIKV_BRAKES": str(brakes.path),
                 "BIDIKV_COPIES": str(copies.path),
+                **plan.env,
             },
         )
         for role in ROLES:
