@@ -6,6 +6,7 @@ Public: the names below, the modules `wire` and `prefix`, and the test double in
 import logging
 
 from bidikv_sdk._client import AsyncBidiKV, BidiKV
+from bidikv_sdk._current import CurrentHold, CurrentSession, active_session, current_session
 from bidikv_sdk._errors import (
     APIConnectionError,
     APIStatusError,
@@ -39,6 +40,7 @@ from bidikv_sdk._errors import (
 )
 from bidikv_sdk._keeper import AsyncLeaseHold, LeaseHold
 from bidikv_sdk._session import AsyncSession, Session
+from bidikv_sdk._stock import async_session_transport, session_transport
 from bidikv_sdk._stream import AsyncTurnStream, TurnStream
 from bidikv_sdk._turn import Turn
 from bidikv_sdk._types import ChatCompletion, ChatCompletionChunk, Delta, Message, Tool
@@ -64,6 +66,8 @@ __all__ = [
     "ConfigurationError",
     "ConflictError",
     "ContextLengthExceeded",
+    "CurrentHold",
+    "CurrentSession",
     "Delta",
     "EngineUnavailable",
     "InternalServerError",
@@ -92,6 +96,10 @@ __all__ = [
     "TurnConflict",
     "TurnStream",
     "UnsupportedParameter",
+    "active_session",
+    "async_session_transport",
+    "current_session",
+    "session_transport",
 ]
 
 # A library decides nothing about logging; without this Python would print its warnings to stderr.

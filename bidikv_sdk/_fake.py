@@ -1,7 +1,7 @@
 """The sessions and leases behind `bidikv_sdk.testing`: what a server does, without HTTP and without a model.
 
-A turn runs `begin_turn` → `complete` or `abort`. One token is one word.
-May import `wire`, `prefix` and `_clock`.
+A turn runs `begin_turn` or `begin_chat` → `complete` or `abort`. One token is one word.
+May import `_fake_chat`, `_fake_replies`, `wire`, `prefix` and `_clock`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from bidikv_sdk._fake_chat import Place, is_servable, place_of
+from bidikv_sdk._fake_replies import ScriptedReply, completion_of, count_tokens
 from bidikv_sdk.prefix import num_blocks
 from bidikv_sdk.wire import (
     CacheReport,
@@ -24,7 +26,7 @@ from bidikv_sdk.wire import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from bidikv_sdk._clock import Clock
     from bidikv_sdk._types import Message
@@ -51,17 +53,6 @@ class Refused(Exception):
         self.info = info
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptedReply:
-    """What a turn shall answer; None: what the server says by itself."""
-
-    text: str | None = None
-    tool_calls: Sequence[Mapping[str, Any]] = ()
-    finish_reason: str | None = None
-    outcome: Outcome | None = None
-    reason: Reason | None = None
-
-
 @dataclass(slots=True)
 class FakeSession:
     """What the server knows of one session."""
@@ -78,11 +69,19 @@ class FakeSession:
     """Why the next turn has nothing to reuse, where it has not."""
     last_key: str | None = None
     last_completion: dict[str, Any] | None = None
+    last_cache: CacheReport | None = None
     running: FakeTurn | None = None
     marks: list[int] = field(default_factory=lambda: [0])
     """Number of messages behind each turn that is known, the last of them `turn`."""
     origin: tuple[str, int] | None = None
     """Of a fork: its parent, and the turn at which it began."""
+
+    def go_back(self, num_marks: int) -> None:
+        """Forget what lies behind so many of the known ends of turns; behind none of them all is forgotten."""
+        if num_marks < len(self.marks):
+            self.turn = self.turn - len(self.marks) + num_marks if num_marks else 0
+            self.marks = self.marks[:num_marks] or [0]
+            self.messages = self.messages[: self.marks[-1]]
 
     def cut(self, turn: int) -> None:
         """Go back to the end of a turn; raise `Refused` where that cannot be."""
@@ -94,9 +93,9 @@ class FakeSession:
         if turn < self.turn:
             self.marks = self.marks[:num_known]
             self.messages = self.messages[: self.marks[-1]]
-            self.turn, self.last_key, self.last_completion = turn, None, None
+            self.turn, self.last_key, self.last_completion, self.last_cache = turn, None, None, None
             # Of an empty history nothing is known, so that all is kept.
-            self.num_tokens = min(self.num_tokens, _count(self.messages) or self.num_tokens)
+            self.num_tokens = min(self.num_tokens, count_tokens(self.messages) or self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +108,10 @@ class FakeTurn:
     ttl_s: float
     completion: dict[str, Any]
     cache: CacheReport
+    num_marks: int
+    """Known ends of turns in the session up to the one that it continues."""
+    is_plain: bool = False
+    """Served without the session."""
 
 
 class FakeStore:
@@ -118,7 +121,7 @@ class FakeStore:
         self.sessions: dict[str, FakeSession] = {}
         self._clock = clock
         self._ttl_s = ttl_s
-        self._model = model
+        self.model = model
 
     def known(self, session_id: str) -> FakeSession:
         """Return a session, its lease expired where its time is over; raise `Refused` where it is unknown."""
@@ -148,7 +151,7 @@ class FakeStore:
         session.messages = copy.deepcopy(body.get("messages") or [])
         session.marks = [len(session.messages)]
         session.tools = body.get("tools", session.tools)
-        session.last_key = session.last_completion = None
+        session.last_key = session.last_completion = session.last_cache = None
         return session
 
     def fork(self, parent: FakeSession, body: Mapping[str, Any]) -> FakeSession:
@@ -164,7 +167,7 @@ class FakeStore:
         at_turn = parent.turn if at_turn is None else at_turn
         child = replace(parent, id=child_id, origin=(parent.id, at_turn), messages=copy.deepcopy(parent.messages))
         child.cut(at_turn)
-        child.last_key = child.last_completion = None
+        child.last_key = child.last_completion = child.last_cache = None
         if child.lease_state == "active":
             child.deadline_s = self._deadline_s(ttl_s)
         self.sessions[child_id] = child
@@ -207,23 +210,88 @@ class FakeStore:
             raise Refused(ErrorInfo("turn_conflict", f"turn {number} does not fit", expected_turn=session.turn + 1))
         session.tools = body.get("tools", session.tools)
         script = take_script()
-        prompt_tokens = _count([*session.messages, *delta])
-        cache = _cache_report(session, prompt_tokens, script, asked.get("route", "auto"))
-        completion = self._completion(f"chatcmpl-{session_id}-{number}", delta, script, prompt_tokens)
+        messages = [*session.messages, *delta]
+        return self._run(session, messages, delta, script, asked, key=key, num_marks=len(session.marks))
+
+    def begin_chat(
+        self,
+        session_id: str | None,
+        parent_id: str | None,
+        body: Mapping[str, Any],
+        take_script: Callable[[], ScriptedReply],
+    ) -> FakeTurn:
+        """Start a completion with its whole history, within a session where one is named and can serve it."""
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise Refused(ErrorInfo("invalid_request", "a completion needs messages", param="messages"))
+        session = self._for_chat(session_id, parent_id) if session_id and is_servable(body) else None
+        script = take_script()
+        if session is None:
+            return self._run(FakeSession("plain"), messages, messages, script, {}, is_plain=True)
+        tools = body.get("tools") or None
+        place = place_of(messages, session.messages, session.marks, same_tools=tools == (session.tools or None))
+        session.tools = tools
+        asked = body.get("bidikv", {})
+        return self._run(
+            session,
+            messages,
+            place.delta,
+            script,
+            asked,
+            num_marks=place.num_marks,
+            place=place,
+        )
+
+    def _for_chat(self, session_id: str, parent_id: str | None) -> FakeSession | None:
+        """Return a session that may run a turn: a known one, a fork of a known parent, or a new one; None: it runs."""
+        if session_id not in self.sessions:
+            parent = self.sessions.get(parent_id or "")
+            if parent is not None and parent.running is None and parent_id != session_id:
+                self.known(parent.id)  # so that what has expired is not shared
+                self.fork(parent, {"child_id": session_id})
+            else:
+                self.open(session_id, {})
+        session = self.known(session_id)
+        return session if session.running is None else None
+
+    def _run(  # noqa: PLR0913 - all that a turn is
+        self,
+        session: FakeSession,
+        messages: Sequence[Message],
+        delta: list[Message],
+        script: ScriptedReply,
+        asked: Mapping[str, Any],
+        *,
+        key: str | None = None,
+        num_marks: int = 0,
+        place: Place | None = None,
+        is_plain: bool = False,
+    ) -> FakeTurn:
+        prompt_tokens = count_tokens(messages)
+        cache = _cache_report(session, prompt_tokens, script, asked.get("route", "auto"), place)
+        cached_tokens = None if is_plain else cache.reused_tokens + cache.fetched_tokens
+        completion_id = f"chatcmpl-{session.id}-{session.turn + 1}"
+        completion = completion_of(completion_id, self.model, delta, script, prompt_tokens, cached_tokens)
         ttl_s = asked.get("ttl_s", self._ttl_s)
-        session.running = FakeTurn(session, copy.deepcopy(delta), key, ttl_s, completion, cache)
-        return session.running
+        turn = FakeTurn(session, copy.deepcopy(delta), key, ttl_s, completion, cache, num_marks, is_plain)
+        session.running = turn
+        return turn
 
     def complete(self, turn: FakeTurn) -> dict[str, Any]:
         """Append the turn, grant its lease, and return the completion with `bidikv`."""
+        if turn.is_plain:
+            return turn.completion
         session = turn.session
+        session.go_back(turn.num_marks)
         session.turn += 1
-        session.messages = [*session.messages, *turn.delta, turn.completion["choices"][0]["message"]]
+        reply = turn.completion["choices"][0]["message"]
+        reply = {name: value for name, value in reply.items() if value or name == "content"}
+        session.messages = [*session.messages, *turn.delta, reply]
         session.marks = [*session.marks, len(session.messages)]
         session.lease_state, session.lease_reason = "active", None
         session.deadline_s = self._deadline_s(turn.ttl_s)
-        session.num_tokens = _count(session.messages)
-        session.last_key = turn.key
+        session.num_tokens = count_tokens(session.messages)
+        session.last_key, session.last_cache = turn.key, turn.cache
         info = self.info(session, turn.cache)
         session.last_completion = {**turn.completion, "bidikv": info.to_json()}
         session.running = None
@@ -249,78 +317,30 @@ class FakeStore:
         pool = PoolInfo(_TOTAL_BLOCKS - num_used, _TOTAL_BLOCKS, pending_ticket_blocks=0)
         return SessionInfo(session.id, session.turn, lease, cache, pool)
 
+    def shown(self, session: FakeSession) -> SessionInfo:
+        """Return the `bidikv` object as get and list give it."""
+        return replace(self.info(session), last_turn=session.last_cache)
+
     def _deadline_s(self, ttl_s: float | None) -> float:
         return self._clock.now_s() + min(self._ttl_s if ttl_s is None else ttl_s, _MAX_TTL_S)
 
-    def _completion(
-        self, completion_id: str, delta: Sequence[Message], script: ScriptedReply, prompt_tokens: int
-    ) -> dict[str, Any]:
-        echo = None if script.tool_calls else str(delta[-1].get("content") or "")
-        message: Message = {"role": "assistant", "content": echo if script.text is None else script.text}
-        if script.tool_calls:
-            message["tool_calls"] = [dict(call) for call in script.tool_calls]
-        finish_reason = script.finish_reason or ("tool_calls" if script.tool_calls else "stop")
-        num_new = _count([message])
-        return {
-            "id": completion_id,
-            "object": "chat.completion",
-            "created": 0,
-            "model": self._model,
-            "choices": [{"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": None}],
-            "usage": {
-                "prompt_tokens": prompt_tokens,
-                "completion_tokens": num_new,
-                "total_tokens": prompt_tokens + num_new,
-            },
-        }
 
-
-def chunks_of(completion: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield chunks that say the same as the completion: text by words, tool-call arguments in two pieces."""
-    head = {name: completion[name] for name in ("id", "created", "model")}
-    head["object"] = "chat.completion.chunk"
-    choice = completion["choices"][0]
-    message = choice["message"]
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-    deltas += [{"content": word} for word in (message["content"] or "").replace(" ", "\0 ").split("\0") if word]
-    for index, call in enumerate(message.get("tool_calls", ())):
-        arguments = call["function"]["arguments"]
-        half = len(arguments) // 2
-        first = {**call, "index": index, "function": {**call["function"], "arguments": arguments[:half]}}
-        rest = {"index": index, "function": {"arguments": arguments[half:]}}
-        deltas += [{"tool_calls": [first]}, {"tool_calls": [rest]}]
-    for delta in deltas:
-        yield {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
-    yield {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]}
-
-
-def whole_chunk_of(completion: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one chunk with the whole message, as the stored reply of a repeated turn is streamed."""
-    kept = {name: completion[name] for name in ("id", "created", "model")}
-    choice = completion["choices"][0]
-    calls = [{**call, "index": index} for index, call in enumerate(choice["message"].get("tool_calls", ()))]
-    delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
-    choices = [{"index": 0, "delta": delta, "finish_reason": choice["finish_reason"]}]
-    return {**kept, "object": "chat.completion.chunk", "choices": choices}
-
-
-def last_chunk_of(completion: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chunk that ends a turn: no choices, but `usage` and `bidikv`."""
-    kept = {name: completion[name] for name in ("id", "created", "model", "usage", "bidikv")}
-    return {**kept, "object": "chat.completion.chunk", "choices": []}
-
-
-def _count(messages: Sequence[Message]) -> int:
-    return sum(len(f"{message.get('role')} {message.get('content') or ''}".split()) for message in messages)
-
-
-def _cache_report(session: FakeSession, prompt_tokens: int, script: ScriptedReply, route: str) -> CacheReport:
-    held_tokens = min(session.num_tokens, prompt_tokens)
+def _cache_report(
+    session: FakeSession,
+    prompt_tokens: int,
+    script: ScriptedReply,
+    route: str,
+    place: Place | None,
+) -> CacheReport:
+    # A history that was cut may be shorter than what is held.
+    held_tokens = session.num_tokens if place is not None else min(session.num_tokens, prompt_tokens)
+    changed = place.changed if place is not None else None
+    matched_tokens = min(held_tokens, place.common_tokens) if place is not None else held_tokens
     by_route: dict[str, Outcome] = {"local": "local", "prefill": "prefilled", "recompute": "recomputed"}
-    outcome = script.outcome or (by_route.get(route, "fetched") if held_tokens else "recomputed")
-    usual: Reason = "cheapest" if route == "auto" else "forced"
-    reused_tokens = held_tokens if outcome in {"local", "prefilled"} else 0
-    fetched_tokens = held_tokens if outcome == "fetched" else 0
+    outcome = script.outcome or (by_route.get(route, "fetched") if matched_tokens else "recomputed")
+    usual: Reason = changed or ("cheapest" if route == "auto" else "forced")
+    reused_tokens = matched_tokens if outcome in {"local", "prefilled"} else 0
+    fetched_tokens = matched_tokens if outcome == "fetched" else 0
     return CacheReport(
         outcome=outcome,
         reason=script.reason or (usual if held_tokens else session.next_reason),
@@ -329,5 +349,6 @@ def _cache_report(session: FakeSession, prompt_tokens: int, script: ScriptedRepl
         reused_tokens=reused_tokens,
         fetched_tokens=fetched_tokens,
         computed_tokens=prompt_tokens - reused_tokens - fetched_tokens,
+        diverged_at=matched_tokens if changed and held_tokens else None,
         timings_s=Timings(ttft=0.0),
     )

@@ -1,6 +1,7 @@
 """The only module that knows httpx: sends a `Call`, retries it, returns a `Reply` or raises the SDK's error.
 
-`Transport` and `AsyncTransport` are the two thin drivers; everything that both need lies in `Settings`.
+`Transport` and `AsyncTransport` are the two thin drivers; everything that both need lies in `Settings`. They are
+written over the module, so that a client of httpx2, which has the same names, can be injected as well.
 May import `_retry`, `_requests`, `_errors` and `_clock`.
 """
 
@@ -31,7 +32,7 @@ AsyncHttpClient: TypeAlias = httpx.AsyncClient
 # A server that is up accepts at once, however long it then computes.
 _CONNECT_TIMEOUT_S: Final = 5.0
 _FIRST_ERROR_STATUS: Final = 400
-_NEVER_ARRIVED: Final = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
+_NEVER_ARRIVED: Final = ("ConnectError", "ConnectTimeout", "PoolTimeout")
 
 
 # vLLM closes idle connections after 5 s: one that it is just closing would cost a failed call and a retry.
@@ -82,6 +83,8 @@ class Settings:
     max_retries: int
     default_headers: Mapping[str, str]
     clock: Clock
+    module: Any = httpx
+    """Of the HTTP client: httpx or httpx2."""
 
     def __post_init__(self) -> None:
         """Refuse a base URL that no request could be sent to."""
@@ -112,7 +115,7 @@ class Settings:
             "url": f"{self.base_url.rstrip('/')}/{call.path}",
             "headers": headers,
             "content": content,
-            "timeout": httpx.Timeout(timeout_s, connect=connect_s),
+            "timeout": self.module.Timeout(timeout_s, connect=connect_s),
         }
 
 
@@ -145,7 +148,7 @@ class Transport:
 
     def _send_once(self, call: Call) -> Reply:
         request = self._http.build_request(**self._settings.request_of(call))
-        with _translated(request.headers["X-Request-Id"]):
+        with _translated(request.headers["X-Request-Id"], self._settings.module):
             response = self._http.send(request, stream=True)
             if call.stream and response.status_code < _FIRST_ERROR_STATUS:
                 return OpenReply(dict(response.headers), b"", response)
@@ -185,7 +188,7 @@ class AsyncTransport:
 
     async def _send_once(self, call: Call) -> Reply:
         request = self._http.build_request(**self._settings.request_of(call))
-        with _translated(request.headers["X-Request-Id"]):
+        with _translated(request.headers["X-Request-Id"], self._settings.module):
             response = await self._http.send(request, stream=True)
             if call.stream and response.status_code < _FIRST_ERROR_STATUS:
                 return OpenReply(dict(response.headers), b"", response)
@@ -210,13 +213,13 @@ def _reply_of(response: httpx.Response) -> Reply:
 
 
 @contextlib.contextmanager
-def _translated(request_id: str | None) -> Iterator[None]:
-    """Turn httpx's errors into the SDK's."""
+def _translated(request_id: str | None, module: Any = httpx) -> Iterator[None]:
+    """Turn the errors of httpx, or of a module like it, into the SDK's."""
     try:
         yield
-    except httpx.RequestError as error:
-        error_class = APITimeoutError if isinstance(error, httpx.TimeoutException) else APIConnectionError
-        arrived = not isinstance(error, _NEVER_ARRIVED)
+    except module.RequestError as error:
+        error_class = APITimeoutError if isinstance(error, module.TimeoutException) else APIConnectionError
+        arrived = not any(isinstance(error, getattr(module, name)) for name in _NEVER_ARRIVED)
         url = error.request.url
         message = f"{type(error).__name__} at {url.netloc.decode()}{url.path}: {error}"
         raise error_class(message, request_id=request_id, may_have_arrived=arrived) from error

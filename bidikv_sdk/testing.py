@@ -12,6 +12,7 @@ server refuses about ids, numbers and versions, so a test finds wrong requests. 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import uuid
@@ -24,21 +25,28 @@ import httpx
 
 from bidikv_sdk._client import AsyncBidiKV, BidiKV
 from bidikv_sdk._clock import Clock
-from bidikv_sdk._fake import (
-    FakeStore,
-    FakeTurn,
-    Refused,
-    ScriptedReply,
-    chunks_of,
-    last_chunk_of,
-    whole_chunk_of,
+from bidikv_sdk._fake import FakeStore, FakeTurn, Refused
+from bidikv_sdk._fake_http import (
+    VERBS,
+    Broken,
+    FakeReply,
+    FakeRequest,
+    error_reply,
+    event_of,
+    event_reply,
+    json_reply,
+    named_parent,
+    route_of,
+    served,
+    transport_of,
 )
+from bidikv_sdk._fake_replies import ScriptedReply, chunks_of, last_chunk_of, whole_chunk_of
 from bidikv_sdk.wire import PROTOCOL, ErrorInfo, sessions_to_json
 
 if TYPE_CHECKING:
     import asyncio
     import threading
-    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from bidikv_sdk._types import Message
     from bidikv_sdk.wire import ErrorCode, Outcome, Reason, SessionInfo
@@ -46,8 +54,7 @@ if TYPE_CHECKING:
 __all__ = ["FakeServer", "ManualClock", "RecordedRequest"]
 
 BASE_URL: Final = "http://fake.bidikv/v1"
-_VERBS: Final = frozenset({"open", "list", "get", "turns", "extend", "release", "fork", "rewind", "end"})
-_BROKEN: Final = "scripted: the connection broke"
+_BROKEN: Final = ("ReadError", "scripted: the connection broke")
 # How often a waiting keeper looks at the manual clock, in real seconds.
 _POLL_S: Final = 0.001
 
@@ -99,7 +106,7 @@ class RecordedRequest:
     """A request that the server got."""
 
     verb: str
-    """`open`, `list`, `get`, `turns`, `extend`, `release`, `fork`, `rewind` or `end`; else the path."""
+    """`open`, `list`, `get`, `turns`, `extend`, `release`, `fork`, `rewind`, `end`; `chat`, `models`; else the path."""
     session_id: str | None
     headers: Mapping[str, str]
     """Names in lower case."""
@@ -109,30 +116,9 @@ class RecordedRequest:
 @dataclass(slots=True)
 class _Fault:
     verb: str | None
-    respond: Callable[[httpx.Request], httpx.Response] | None = None
+    respond: Callable[[], FakeReply] | None = None
     after_chunks: int = 0
     completed: bool = False
-
-
-class _EventStream(httpx.SyncByteStream, httpx.AsyncByteStream):
-    """A body that is made while it is read, and tells when it was left."""
-
-    def __init__(self, events: Iterator[bytes], on_close: Callable[[], None]) -> None:
-        self._events = events
-        self._on_close = on_close
-
-    def __iter__(self) -> Iterator[bytes]:
-        yield from self._events
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        for event in self._events:
-            yield event
-
-    def close(self) -> None:
-        self._on_close()
-
-    async def aclose(self) -> None:
-        self._on_close()
 
 
 class FakeServer:
@@ -168,13 +154,25 @@ class FakeServer:
         options.setdefault("http_client", httpx.AsyncClient(transport=self.async_transport()))
         return _FakeAsyncBidiKV(self.clock, base_url, api_key or self._api_key, **options)
 
-    def transport(self) -> httpx.BaseTransport:
-        """Return a transport for an `httpx.Client` of your own."""
-        return httpx.MockTransport(self._handle)
+    def transport(self, http: Any = httpx) -> Any:
+        """Return a transport for a client of your own; `http` is the module (httpx or httpx2) that it is made with."""
+        return transport_of(http, self._handle)
 
-    def async_transport(self) -> httpx.AsyncBaseTransport:
-        """Return a transport for an `httpx.AsyncClient` of your own."""
-        return httpx.MockTransport(self._handle)
+    def async_transport(self, http: Any = httpx) -> Any:
+        """Return a transport for an asynchronous client of your own; `http` is the module that it is made with."""
+        return transport_of(http, self._handle)
+
+    @contextlib.contextmanager
+    def serve(self, port: int = 0) -> Iterator[str]:
+        """Serve over HTTP on this machine for the length of a block, for clients that take no transport.
+
+        Yields the base URL, as in `http://127.0.0.1:40123/v1`. Connections that are still open at the end break.
+
+        Args:
+            port: 0: a free one.
+        """
+        with served(self._handle, port) as address:
+            yield f"{address}/v1"
 
     # ---------------------------------------------------------------- script
 
@@ -190,8 +188,9 @@ class FakeServer:
         finish_reason: str | None = None,
         outcome: Outcome | None = None,
         reason: Reason | None = None,
+        reasoning: str | None = None,
     ) -> None:
-        """Script the answer to a turn; None: what the server would say by itself.
+        """Script the answer to a turn or a chat completion; None: what the server would say by itself.
 
         Args:
             text: The assistant's text. A stream sends it word by word.
@@ -199,13 +198,14 @@ class FakeServer:
             finish_reason: None: `tool_calls` or `stop`.
             outcome: Outcome of the cache report, with token counts that fit.
             reason: Reason of the cache report.
+            reasoning: What a reasoning model thinks before it answers.
         """
-        self._replies.append(ScriptedReply(text, tool_calls, finish_reason, outcome, reason))
+        self._replies.append(ScriptedReply(text, tool_calls, finish_reason, outcome, reason, reasoning))
 
     def fail(self, code: ErrorCode, message: str = "scripted", *, on: str | None = None, **fields: Any) -> None:
         """Script an error of the protocol; `on` is a verb, `fields` are those of `wire.ErrorInfo`."""
         info = ErrorInfo(code, message, **fields)
-        self._faults.append(_Fault(on, lambda _: _error_response(info)))
+        self._faults.append(_Fault(on, lambda: error_reply(info)))
 
     def respond(
         self,
@@ -216,14 +216,15 @@ class FakeServer:
         on: str | None = None,
     ) -> None:
         """Script any reply, as of a proxy or another server; text goes out as it is, all else as JSON."""
-        content = body if isinstance(body, str | bytes) else json.dumps(body)
-        self._faults.append(_Fault(on, lambda _: httpx.Response(status, content=content, headers=headers)))
+        text = body if isinstance(body, str | bytes) else json.dumps(body)
+        content = text.encode() if isinstance(text, str) else text
+        self._faults.append(_Fault(on, lambda: FakeReply(status, content, dict(headers or {}))))
 
     def refuse(self, error: Exception | None = None, *, on: str | None = None) -> None:
         """Script a request that never arrives; None: the connection is refused."""
 
-        def respond(_: httpx.Request) -> httpx.Response:
-            raise error or httpx.ConnectError("connection refused")
+        def respond() -> FakeReply:
+            raise error or Broken("ConnectError", "connection refused")
 
         self._faults.append(_Fault(on, respond))
 
@@ -267,49 +268,54 @@ class FakeServer:
 
     # ---------------------------------------------------------------- requests
 
-    def _handle(self, request: httpx.Request) -> httpx.Response:
-        path = unquote(request.url.raw_path.decode()).removeprefix("/v1/").split("/")
+    def _handle(self, request: FakeRequest) -> FakeReply:
+        path = unquote(request.path).removeprefix("/v1/").split("/")
         body = json.loads(request.content) if request.content else {}
-        verb, session_id = _route(request.method, path, body)
+        verb, session_id = route_of(request, path, body)
         self.requests.append(RecordedRequest(verb, session_id, dict(request.headers), body))
         fault = next((fault for fault in self._faults if fault.verb in {None, verb}), None)
         if fault is not None:
             self._faults.remove(fault)
         if fault is not None and fault.respond is not None:
-            response = fault.respond(request)
-        elif verb not in _VERBS:
-            response = httpx.Response(404, json={"detail": "Not Found"})
+            reply = fault.respond()
+        elif verb not in VERBS:
+            reply = json_reply(404, {"detail": "Not Found"})
         else:
-            response = self._answer(request, verb, session_id, body, fault)
-        response.headers.setdefault("X-Request-Id", request.headers.get("X-Request-Id", uuid.uuid4().hex))
-        return response
+            reply = self._answer(request, verb, session_id, body, fault)
+        if not any(name.lower() == "x-request-id" for name in reply.headers):
+            reply.headers["X-Request-Id"] = request.headers.get("x-request-id") or uuid.uuid4().hex
+        return reply
 
     def _answer(
         self,
-        request: httpx.Request,
+        request: FakeRequest,
         verb: str,
         session_id: str | None,
         body: dict[str, Any],
         fault: _Fault | None,
-    ) -> httpx.Response:
+    ) -> FakeReply:
         if fault is not None and not body.get("stream") and not fault.completed:
-            raise httpx.ReadError(_BROKEN)
+            raise Broken(*_BROKEN)
         try:
-            self._check(request, session_id, body)
+            self._check(request, verb, session_id, body)
             if verb == "turns":
-                response = self._turn(session_id or "", request.headers.get("Idempotency-Key"), body, fault)
+                reply = self._turn(session_id or "", request.headers.get("idempotency-key"), body, fault)
+            elif verb == "chat":
+                reply = self._chat(session_id, named_parent(body, request.headers), body, fault)
             else:
-                response = httpx.Response(200, json=self._control(verb, session_id or "", body))
+                reply = json_reply(200, self._control(verb, session_id or "", body))
         except Refused as refused:
-            return _error_response(refused.info)
+            return error_reply(refused.info)
         if fault is not None and not body.get("stream"):
-            raise httpx.ReadError(_BROKEN)
-        return response
+            raise Broken(*_BROKEN)
+        return reply
 
-    def _check(self, request: httpx.Request, session_id: str | None, body: dict[str, Any]) -> None:
-        if self._api_key is not None and request.headers.get("Authorization") != f"Bearer {self._api_key}":
+    def _check(self, request: FakeRequest, verb: str, session_id: str | None, body: dict[str, Any]) -> None:
+        if self._api_key is not None and request.headers.get("authorization") != f"Bearer {self._api_key}":
             raise Refused(ErrorInfo("invalid_api_key", "no API key, or an unknown one"))
-        if session_id is not None and request.headers.get("X-Session-ID") != session_id:
+        if verb in {"chat", "models"}:  # any OpenAI client: it may name a session in one place, or none
+            return
+        if session_id is not None and request.headers.get("x-session-id") != session_id:
             raise Refused(ErrorInfo("invalid_request", "X-Session-ID must name the session", param="X-Session-ID"))
         if request.method == "POST":
             if body.get("session_id") != session_id:
@@ -319,8 +325,13 @@ class FakeServer:
 
     def _control(self, verb: str, session_id: str, body: dict[str, Any]) -> dict[str, Any]:
         store = self._store
+        if verb == "models":
+            return {
+                "object": "list",
+                "data": [{"id": store.model, "object": "model", "created": 0, "owned_by": "fake"}],
+            }
         if verb == "list":
-            return sessions_to_json(store.info(store.known(known_id)) for known_id in store.sessions)
+            return sessions_to_json(store.shown(store.known(known_id)) for known_id in store.sessions)
         if verb == "open":
             return {"bidikv": store.info(store.open(session_id, body)).to_json()}
         session = store.known(session_id)
@@ -334,28 +345,45 @@ class FakeServer:
             store.drop_lease(session, "released", "released")
             if verb == "end":
                 del store.sessions[session_id]
+        elif verb == "get":
+            return {"bidikv": store.shown(session).to_json()}
         return {"bidikv": store.info(session).to_json()}
 
-    def _turn(self, session_id: str, key: str | None, body: dict[str, Any], fault: _Fault | None) -> httpx.Response:
+    def _turn(self, session_id: str, key: str | None, body: dict[str, Any], fault: _Fault | None) -> FakeReply:
         turn = self._store.begin_turn(session_id, key, body, self._take_script)
         if not body.get("stream"):
-            return httpx.Response(200, json=self._store.complete(turn) if isinstance(turn, FakeTurn) else turn)
+            return json_reply(200, self._store.complete(turn) if isinstance(turn, FakeTurn) else turn)
         if isinstance(turn, FakeTurn):
-            stream = _EventStream(self._events(turn, fault), lambda: self._store.abort(turn))
-        else:
-            stream = _EventStream(map(_event, (whole_chunk_of(turn), last_chunk_of(turn))), lambda: None)
-        return httpx.Response(200, headers={"Content-Type": "text/event-stream"}, stream=stream)
+            return self._stream(turn, fault)
+        return event_reply(map(event_of, (whole_chunk_of(turn), last_chunk_of(turn))))
 
-    def _events(self, turn: FakeTurn, fault: _Fault | None) -> Iterator[bytes]:
-        for index, chunk in enumerate(chunks_of(turn.completion)):
+    def _chat(
+        self, session_id: str | None, parent_id: str | None, body: dict[str, Any], fault: _Fault | None
+    ) -> FakeReply:
+        turn = self._store.begin_chat(session_id, parent_id, body, self._take_script)
+        if not body.get("stream"):
+            return json_reply(200, self._store.complete(turn))
+        return self._stream(turn, fault, wants_usage=bool((body.get("stream_options") or {}).get("include_usage")))
+
+    def _stream(self, turn: FakeTurn, fault: _Fault | None, *, wants_usage: bool = True) -> FakeReply:
+        return event_reply(self._events(turn, fault, wants_usage=wants_usage), lambda: self._store.abort(turn))
+
+    def _events(self, turn: FakeTurn, fault: _Fault | None, *, wants_usage: bool) -> Iterator[bytes]:
+        *chunks, finish = chunks_of(turn.completion)
+        if wants_usage:
+            chunks.append(finish)
+        for index, chunk in enumerate(chunks):
             if fault is not None and index >= fault.after_chunks:
                 break
-            yield _event(chunk)
+            yield event_of(chunk)
         if fault is not None:
             if fault.completed:
                 self._store.complete(turn)
-            raise httpx.ReadError(_BROKEN)
-        yield _event(last_chunk_of(self._store.complete(turn)))
+            raise Broken(*_BROKEN)
+        last = last_chunk_of(self._store.complete(turn))
+        if not wants_usage:  # what it would carry lies in the chunk that ends the text
+            last = {**finish, **{name: last[name] for name in ("system_fingerprint", "bidikv") if name in last}}
+        yield event_of(last)
         yield b"data: [DONE]\n\n"
 
     def _take_script(self) -> ScriptedReply:
@@ -372,21 +400,3 @@ class _FakeAsyncBidiKV(AsyncBidiKV):
     def __init__(self, clock: Clock, *args: Any, **options: Any) -> None:
         self._clock = clock
         super().__init__(*args, **options)
-
-
-def _route(method: str, path: list[str], body: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Return the verb of a request, and the session that it is about."""
-    if path == ["sessions"]:
-        return ("open", body.get("session_id")) if method == "POST" else ("list", None)
-    if path[0] != "sessions":
-        return "/".join(path), None
-    by_method = {"GET": "get", "DELETE": "end"}
-    return (path[2] if len(path) > 2 else by_method.get(method, method)), path[1]  # noqa: PLR2004
-
-
-def _event(data: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
-
-
-def _error_response(info: ErrorInfo) -> httpx.Response:
-    return httpx.Response(info.status, json={"error": info.to_json()})

@@ -2,7 +2,7 @@
 
 `to_json` builds what is sent and `from_json` checks what was received. Fields that a newer peer added are
 ignored; a missing or wrongly typed one is a `ProtocolError`. May import the standard library and
-typing-extensions only.
+typing-extensions only. Long, because all that is on the wire stands in one place.
 """
 
 from collections.abc import Iterable, Mapping
@@ -48,7 +48,11 @@ LeaseState = Literal["none", "active", "released", "expired", "revoked"]
 """`none`: no finished turn of the session holds a lease."""
 
 Route = Literal["auto", "fetch", "local", "prefill", "recompute"]
-"""What a caller may ask for; `auto` is the same as not asking."""
+"""What a caller may ask for; `auto`: the server takes the way that it expects to be the fastest."""
+
+ChosenBy = Literal["cheapest", "guard", "trial", "only"]
+"""Why `auto` took a way: it was expected to be the fastest; appending on D would have been, but held up what generates
+there for too long; to see whether a way has become faster; no other was possible."""
 
 ErrorCode = Literal[
     "invalid_request",
@@ -70,6 +74,7 @@ OUTCOMES: Final[tuple[Outcome, ...]] = get_args(Outcome)
 REASONS: Final[tuple[Reason, ...]] = get_args(Reason)
 LEASE_STATES: Final[tuple[LeaseState, ...]] = get_args(LeaseState)
 ROUTES: Final[tuple[Route, ...]] = get_args(Route)
+CHOSEN_BY: Final[tuple[ChosenBy, ...]] = get_args(ChosenBy)
 ERROR_CODES: Final[tuple[ErrorCode, ...]] = get_args(ErrorCode)
 
 ERROR_STATUS: Final[Mapping[ErrorCode, int]] = MappingProxyType(
@@ -172,6 +177,31 @@ class Timings(_Record):
 
 
 @dataclass(frozen=True, slots=True)
+class Choice(_Record):
+    """What `auto` expected of each way, in seconds from the turn's begin to its first token; None: not possible."""
+
+    by: ChosenBy
+    local: float | None = None
+    fetch: float | None = None
+    prefill: float | None = None
+
+    @classmethod
+    def from_json(cls, data: object) -> Self:
+        """Read the JSON object of the wire; an absent way is None.
+
+        Raises:
+            ProtocolError: a field is wrongly typed, or `by` is missing.
+        """
+        get = _Reader("choice", data)
+        return cls(
+            by=get.word("by", CHOSEN_BY),
+            local=get.number_or_none("local"),
+            fetch=get.number_or_none("fetch"),
+            prefill=get.number_or_none("prefill"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class CacheReport(_Record):
     """Where the KV cache of one turn's prompt came from.
 
@@ -191,6 +221,8 @@ class CacheReport(_Record):
     diverged_at: int | None = None
     """Index of the first prompt token that differs from what was held; None where nothing diverged."""
     timings_s: Timings = field(default_factory=Timings)
+    choice: Choice | None = None
+    """What `auto` chose from; None where the route was given."""
 
     @classmethod
     def from_json(cls, data: object) -> Self:
@@ -210,6 +242,7 @@ class CacheReport(_Record):
             computed_tokens=get.count("computed_tokens"),
             diverged_at=get.count_or_none("diverged_at"),
             timings_s=Timings.from_json(get.value("timings_s")),
+            choice=None if get.value_or_none("choice") is None else Choice.from_json(get.value("choice")),
         )
 
 
@@ -244,6 +277,8 @@ class SessionInfo(_Record):
     """None except in the reply to a turn."""
     pool: PoolInfo
     protocol: int = PROTOCOL
+    last_turn: CacheReport | None = None
+    """Report of the last completed turn, in replies to get and list only; None where there is none."""
 
     @classmethod
     def from_json(cls, data: object) -> Self:
@@ -257,7 +292,7 @@ class SessionInfo(_Record):
         if protocol != PROTOCOL:
             msg = f"the peer speaks protocol {protocol}, this package speaks {PROTOCOL}: upgrade the older one"
             raise ProtocolError(msg)
-        cache = get.value("cache")
+        cache, last_turn = get.value("cache"), get.value_or_none("last_turn")
         return cls(
             session=get.text("session"),
             turn=get.count("turn"),
@@ -265,6 +300,7 @@ class SessionInfo(_Record):
             cache=None if cache is None else CacheReport.from_json(cache),
             pool=PoolInfo.from_json(get.value("pool")),
             protocol=protocol,
+            last_turn=None if last_turn is None else CacheReport.from_json(last_turn),
         )
 
 
@@ -355,6 +391,9 @@ class _Reader:
             msg = f"{self._name}.{key} is missing"
             raise ProtocolError(msg)
         return self._data[key]
+
+    def value_or_none(self, key: str) -> object:
+        return self._data.get(key)
 
     def text(self, key: str) -> str:
         value = self.value(key)

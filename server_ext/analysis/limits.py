@@ -28,10 +28,21 @@ class Limits:
     link: Link
     fixed_s: float = FIXED_S
     efficiency: float = EFFICIENCY
+    engine_gpus: int | None = None
+    """None: see `num_gpus`."""
+    memory_share: float = GPU_MEMORY_SHARE
+    """Part of the memory that an engine takes."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether these are measured rates: then nothing can be said of other models on this hardware."""
+        return self.engine_gpus is not None
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of one engine: the smallest power of two whose memory the weights fill to at most 60 %."""
+        """GPUs of one engine, if not given: the smallest power of two whose memory the weights fill to at most 60 %."""
+        if self.engine_gpus is not None:
+            return self.engine_gpus
         num_gpus = 1
         while self.model.weight_bytes > _MAX_WEIGHT_SHARE * num_gpus * self.gpu.memory_bytes:
             num_gpus *= 2
@@ -45,7 +56,7 @@ class Limits:
     @property
     def pool_bytes(self) -> float:
         """Bytes of KV cache on one engine: its GPUs' memory without the weights."""
-        return self.num_gpus * self.gpu.memory_bytes * GPU_MEMORY_SHARE - self.model.weight_bytes
+        return self.num_gpus * self.gpu.memory_bytes * self.memory_share - self.model.weight_bytes
 
     @property
     def pool_tokens(self) -> int:

@@ -5,7 +5,7 @@ seconds, sizes bytes or tokens, as the names say. Percentiles are None where the
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Final
 
@@ -123,11 +123,12 @@ def ask_link(rows: Rows, limits: Limits) -> LinkAnswer:
     shared = rows["shared"][(rows["turn"] > 1) & (rows["shared"] > 0)].astype(np.float64)
     later = max(1, int((rows["turn"] > 1).sum()))
     table = []
-    for model in MODELS if limits.model in MODELS else (limits.model, *MODELS):
+    others = () if limits.is_measured else MODELS
+    for model in MODELS if limits.model in MODELS else (limits.model, *others):
         for link in LINKS if limits.link in LINKS else (limits.link, *LINKS):
             if model.name.startswith("smollm") and limits.model != model:
                 continue
-            one = Limits(model, limits.gpu, link, limits.fixed_s, limits.efficiency)
+            one = replace(limits, model=model, link=link)
             table.append(
                 {
                     "model": model.name,
@@ -144,7 +145,7 @@ def ask_link(rows: Rows, limits: Limits) -> LinkAnswer:
     histories = np.array([h for h in _HISTORIES if h <= 2 * limits.model.max_context_tokens], dtype=np.float64)
     curves = {"compute": _points(histories, limits.compute_s(histories))}
     for link in LINKS if limits.link in LINKS else (limits.link, *LINKS):
-        one = Limits(limits.model, limits.gpu, link, limits.fixed_s, limits.efficiency)
+        one = replace(limits, link=link)
         curves[link.name] = _points(histories, one.fetch_s(histories))
     return LinkAnswer(
         fetch_bytes=quantiles(shared * limits.model.kv_bytes_per_token),

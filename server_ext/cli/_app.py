@@ -1,4 +1,4 @@
-"""The commands of `bidikv`: `up`, `down`, `status`, `logs`, and `analyze` (in a module of its own).
+"""The commands of `bidikv`: `up`, `down`, `status`, `logs`, and those with modules of their own.
 
 Each imports what it needs when it runs, so that `bidikv --help` is instant. Results go to standard output
 (JSON with `--json`), progress and errors to standard error.
@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
+from server_ext.cli import session
 from server_ext.cli.analyze import analyze
+from server_ext.cli.doctor import doctor
+from server_ext.cli.rates import rates
+from server_ext.cli.simulate import simulate
+from server_ext.cli.top import top
 from server_ext.launch.command import ROLES, Role
 from server_ext.launch.model import SMOLLM2
 
@@ -30,8 +35,6 @@ app = typer.Typer(
 
 _FOLLOW_POLL_S = 0.25
 
-
-app.command()(analyze)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -119,6 +122,7 @@ def status(as_json: Json = False) -> None:
 def logs(
     role: Annotated[Role | None, typer.Argument(help="Which engine (default: both).")] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as lines come.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
     """Print the engines' logs."""
     from contextlib import ExitStack
@@ -127,21 +131,31 @@ def logs(
 
     roles = [role] if role else ROLES
     with ExitStack() as opened:
-        files: list[tuple[str, TextIO]] = []
+        files: list[tuple[Role, TextIO]] = []
         for one in roles:
             path = default_state_dir() / f"{one}.log"
             if path.exists():
-                prefix = "" if role else f"{one:8}| "
-                files.append((prefix, opened.enter_context(path.open(encoding="utf-8", errors="replace"))))
+                files.append((one, opened.enter_context(path.open(encoding="utf-8", errors="replace"))))
         if not files:
             _fail("there is no log yet; start a stack with `bidikv up`")
         while True:
-            for prefix, file in files:
+            for one, file in files:
+                prefix = "" if role else f"{one:8}| "
                 for line in file:
-                    typer.echo(prefix + line.rstrip("\n"))
+                    text = line.rstrip("\n")
+                    typer.echo(json.dumps({"role": one, "line": text}) if as_json else prefix + text)
             if not follow:
                 return
             time.sleep(_FOLLOW_POLL_S)
+
+
+# The help lists commands in this order.
+app.command()(top)
+app.command()(doctor)
+app.command()(analyze)
+app.command()(simulate)
+app.command()(rates)
+app.add_typer(session.app, name="session")
 
 
 def _read_state() -> StackState | None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 if TYPE_CHECKING:
+    from server_ext.analysis.limits import Limits
     from server_ext.analysis.problems import Problems
     from server_ext.analysis.report import Options, Report
 
@@ -30,6 +31,9 @@ def analyze(
     link: Annotated[str, typer.Option(help="nvlink, 400g, 200g, 100g, 25g, or for example 12.5GB/s.")] = "400g",
     fixed_ms: Annotated[float, typer.Option(help="What a transfer costs, whatever its size.", min=0.001)] = 20.0,
     efficiency: Annotated[float, typer.Option(help="Part of the peak that prefill reaches.", min=0.001, max=1)] = 0.5,
+    rates: Annotated[
+        Path | None, typer.Option(help="Measured rates (`bidikv rates`) in place of model, GPU and link.")
+    ] = None,
     budget: Annotated[str, typer.Option(help="Parts of D's cache that leases may fill.")] = "0.1,0.25,0.5,0.75,1",
     ttl: Annotated[str, typer.Option(help="Lives of a lease, in seconds.")] = "15,60,120,300,480,900",
     decode_nodes: Annotated[int | None, typer.Option(help="Decode engines (default: by the load).", min=1)] = None,
@@ -41,15 +45,16 @@ def analyze(
     try:
         from server_ext.analysis.hardware import find_gpu, find_link, find_model
         from server_ext.analysis.limits import Limits
-        from server_ext.analysis.replay import make_settings
+        from server_ext.analysis.memory import make_settings
         from server_ext.analysis.report import Options
     except ModuleNotFoundError as error:
         if error.name not in {"numpy", "msgspec"}:
             raise
         _fail(f"analyze needs {error.name}: pip install 'bidikv-sdk[analyze]'")
     try:
+        limits = Limits(find_model(model), find_gpu(gpu), find_link(link), fixed_ms / 1e3, efficiency)
         options = Options(
-            limits=Limits(find_model(model), find_gpu(gpu), find_link(link), fixed_ms / 1e3, efficiency),
+            limits=limits if rates is None else _read_rates(rates),
             budgets=_numbers("--budget", budget),
             ttls_s=_numbers("--ttl", ttl),
             num_nodes=decode_nodes,
@@ -65,6 +70,12 @@ def analyze(
     except ValueError as error:
         _fail(str(error))
     _write(report, html, json_path)
+
+
+def _read_rates(path: Path) -> Limits:
+    from server_ext.simulation.rates import read_rates
+
+    return read_rates(path).to_limits()
 
 
 def _run(paths: list[str], options: Options, *, quiet: bool) -> Report:

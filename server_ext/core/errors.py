@@ -8,12 +8,15 @@ HomeError
 └── CapacityExceeded    capacity_exceeded
 """
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from bidikv_sdk.wire import ErrorInfo
 
 if TYPE_CHECKING:
     from bidikv_sdk.wire import ErrorCode, Reason
+
+# A turn may last longer than this, but whoever waits for one should see its end soon.
+TURN_RETRY_AFTER_S: Final = 0.2
 
 
 class HomeError(Exception):
@@ -54,6 +57,18 @@ class TurnConflict(HomeError):
     """A turn is running (`info.retry_after_s`), or its number does not fit (`info.expected_turn`)."""
 
     code = "turn_conflict"
+
+
+def turn_is_running(session_id: str) -> TurnConflict:
+    """Return the error of a call that has to wait for the session's turn."""
+    msg = f"a turn of session {session_id!r} is running: retry when it has ended"
+    return TurnConflict(msg, retry_after_s=TURN_RETRY_AFTER_S)
+
+
+def turn_is_not_open(nonce: str) -> TurnConflict:
+    """Return the error of a call that ends a turn which has ended already, or never began."""
+    msg = f"turn {nonce!r} is not open: it was ended or took too long; begin it again"
+    return TurnConflict(msg, retry_after_s=TURN_RETRY_AFTER_S)
 
 
 class LeaseLost(HomeError):

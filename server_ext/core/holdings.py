@@ -16,6 +16,7 @@ from . import metrics
 from .deadlines import Deadlines
 from .journal import log_transition
 from .ledger import BlockLedger
+from .lost import LostLeases
 from .records import Key, Lease, Slot, Ticket, Turn
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Holdings:
 
     def __init__(self, pins: "BlockPins", settings: "HomeSettings", *, block_size: int) -> None:
         self.ledger = BlockLedger(pins)
+        self.lost = LostLeases(pins, block_size=block_size)
         self.slots: dict[Key, Slot] = {}
         self.leases: dict[Key, Lease] = {}
         self.turns: dict[str, Turn] = {}
@@ -109,6 +111,7 @@ class Holdings:
 
         The old lease is superseded: its references are given back when the new ones exist.
         """
+        self.lost.forget(turn.key)
         pin, turn.pin = turn.pin, None
         assert pin is not None  # noqa: S101 (the caller's promise)
         self._deadlines.drop(pin)
@@ -119,7 +122,7 @@ class Holdings:
         self.ledger.unpin(pin.block_ids[len(granted_ids) :])
 
         slot = self.slots[pin.key]
-        slot.state, slot.reason = ("active" if granted_ids else "none"), turn.pin_reason
+        slot.state, slot.reason = "none", turn.pin_reason
         if len(granted_ids) < len(wanted_ids):
             slot.reason = "over_budget"
             self.counts.add(metrics.CLIPS if granted_ids else metrics.REJECTIONS, "over_budget")
@@ -140,8 +143,7 @@ class Holdings:
                 fingerprint=pin.fingerprint,
                 ttl_s=ttl_s,
             )
-            self.leases[pin.key] = lease
-            self._deadlines.schedule(lease)
+            self._enter(lease)
             self.counts.add(metrics.GRANTS)
             log_transition("grant", pin.key, num_blocks=len(granted_ids), reason=slot.reason)
 
@@ -153,12 +155,7 @@ class Holdings:
         # What old and new share changes no count: after a long history only the new blocks cost anything.
         num_shared = common_prefix_length(old_ids, wanted_ids)
         self.ledger.credit(tenant, old_ids[num_shared:])
-        num_granted = num_shared + self.ledger.num_affordable(
-            tenant,
-            wanted_ids[num_shared:],
-            max_leased=self._max_leased,
-            max_tenant_leased=self._max_tenant_leased,
-        )
+        num_granted = num_shared + self._num_affordable(tenant, wanted_ids[num_shared:])
         self.ledger.charge(tenant, wanted_ids[num_shared:num_granted])
         if old is not None:
             self._deadlines.drop(old)
@@ -166,6 +163,11 @@ class Holdings:
             self.counts.add(metrics.SUPERSEDES)
             log_transition("supersede", key, num_blocks=len(old_ids))
         return wanted_ids[:num_granted]
+
+    def _num_affordable(self, tenant: str, block_ids: "array[int]") -> int:
+        return self.ledger.num_affordable(
+            tenant, block_ids, max_leased=self._max_leased, max_tenant_leased=self._max_tenant_leased
+        )
 
     def share(self, lease: Lease, key: Key, num_tokens: int, ttl_s: float | None, *, now_s: float) -> None:
         """Give a session that holds nothing a lease on the first `num_tokens` (> 0) of another's.
@@ -185,10 +187,44 @@ class Holdings:
             fingerprint=lease.fingerprint,
             ttl_s=ttl_s,
         )
-        self.leases[key] = child
-        self._deadlines.schedule(child)
+        self._enter(child)
         self.counts.add(metrics.FORKS)
         log_transition("fork", key, num_blocks=len(shared_ids))
+
+    def regain(self, key: Key, fingerprint: str, *, now_s: float) -> Lease | None:
+        """Pin again what a lost lease has left, within the budgets; return the lease, None where nothing is left.
+
+        The session's reason stays: it tells why the lease was gone.
+        """
+        found = self.lost.find(key)
+        if found is None or found[0].fingerprint != fingerprint:
+            return None
+        lost, intact_ids = found
+        num_blocks = self._num_affordable(key[0], intact_ids)
+        if not num_blocks:
+            return None
+        self.lost.forget(key)
+        regained_ids = intact_ids[:num_blocks]
+        self.ledger.pin(regained_ids)
+        self.ledger.charge(key[0], regained_ids)
+        lease = Lease(
+            due_s=now_s + lost.ttl_s,
+            key=key,
+            block_ids=regained_ids,
+            num_tokens=num_blocks * self._block_size,
+            token_ids=lost.token_ids,
+            fingerprint=fingerprint,
+            ttl_s=lost.ttl_s,
+        )
+        self._enter(lease)
+        self.counts.add(metrics.REGAINS)
+        log_transition("regain", key, num_blocks=num_blocks, reason=self.slots[key].reason)
+        return lease
+
+    def _enter(self, lease: Lease) -> None:
+        self.leases[lease.key] = lease
+        self.slots[lease.key].state = "active"
+        self._deadlines.schedule(lease)
 
     def trim(self, lease: Lease, num_tokens: int) -> None:
         """Give back what a lease holds behind its first `num_tokens` (> 0), for its owner went back there."""
@@ -212,6 +248,8 @@ class Holdings:
     def end_lease(self, key: Key, state: "LeaseState", reason: "Reason") -> None:
         """Give a live lease back."""
         lease, slot = self.leases.pop(key), self.slots[key]
+        if reason in {"lease_expired", "lease_revoked"}:
+            self.lost.remember(lease)
         self._deadlines.drop(lease)
         self.ledger.credit(key[0], lease.block_ids)
         self.ledger.unpin(lease.block_ids)

@@ -11,6 +11,7 @@ only `error`, the error object of the wire, with nothing changed. Pure; may impo
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from bidikv_sdk.wire import SessionInfo
@@ -21,18 +22,20 @@ from .gaps import GapModel
 from .leases import LeaseTable
 from .ops import read_arg
 from .policy import LeastValueFirst, RevocationOrder, least_remaining_first
-from .rates import ConstantRates
+from .rates import LearnedRates
+from .routing import Routing, choice_info
 from .sessions import SessionTable
 from .tickets import TICKET_ID_PREFIX, build_ticket
 
 if TYPE_CHECKING:
     from array import array
 
-    from bidikv_sdk.wire import Reason
+    from bidikv_sdk.wire import Reason, Route
 
+    from .cost import Observed
     from .ports import BlockPins
-    from .rates import Rates
     from .records import Begun, Key, Ticket
+    from .session_record import Session
     from .settings import HomeSettings
 
 
@@ -49,7 +52,8 @@ class Home:
         make_address: the transport's fields of a ticket (see `tickets.build_ticket`), from its deadline.
         new_nonce: mints a random name that nobody can guess.
         block_bytes: memory of one block, for the metrics; 0 where nobody asks.
-        rates: what computing and fetching take.
+        rates: what computing and fetching take, as far as it is known at the start; turns teach it.
+        count_running: how many requests generate on this engine at this moment.
     """
 
     def __init__(  # noqa: PLR0913 (what an engine is and provides)
@@ -64,17 +68,20 @@ class Home:
         make_address: Callable[[float], Mapping[str, Any]],
         new_nonce: Callable[[], str],
         block_bytes: int = 0,
-        rates: "Rates | None" = None,
+        rates: LearnedRates | None = None,
+        count_running: Callable[[], int] = lambda: 0,
     ) -> None:
         self.incarnation = incarnation
+        self._settings = settings
         self._secret = secret
         self._make_address = make_address
         self._new_nonce = new_nonce
         self._block_bytes = block_bytes
         self._gaps = GapModel(max_sessions=settings.max_sessions)
+        rates = rates if rates is not None else LearnedRates()
+        self._routing = Routing(rates, settings, token_bytes=block_bytes / block_size, count_running=count_running)
         order: RevocationOrder = least_remaining_first
         if settings.revocation == "value":
-            rates = rates if rates is not None else ConstantRates()
             order = LeastValueFirst(self._gaps, rates, pins.num_references, block_size=block_size)
         self._leases = LeaseTable(
             pins,
@@ -122,11 +129,19 @@ class Home:
         return {"info": self._info(key, now_s=now_s)}
 
     def load(
-        self, *, tenant: str, session_id: str, turn: int | None, idempotency_key: str, now_s: float
+        self,
+        *,
+        tenant: str,
+        session_id: str,
+        turn: int | None,
+        idempotency_key: str,
+        now_s: float,
+        parent_id: str | None = None,
     ) -> dict[str, Any]:
         """Return what the conductor of turn number `turn` (None: the next) renders from; refuse one that cannot begin.
 
-        A first turn opens an unknown session. The result has `transcript` (the chunks), `token_ids` (packed
+        A first turn opens an unknown session; as a fork of `parent_id`, where that is known and does not run, if its
+        number is not given. The result has `transcript` (the chunks), `token_ids` (packed
         int32, empty where not known), `id_counts` (how many of them the history had behind each chunk), `revision`
         (of the history), `incarnation`, and `reply` None. Where the turn is a repetition, it has only the stored
         `reply` beside `info`.
@@ -134,7 +149,13 @@ class Home:
         self.sweep(now_s=now_s)
         key = (tenant, session_id)
         if turn in {1, None} and self._sessions.get(key) is None:
-            self._sessions.open(key, b"", turn=0, replace=False, now_s=now_s)
+            if turn is None and parent_id is not None:
+                with suppress(HomeError):
+                    self.fork(
+                        tenant=tenant, session_id=parent_id, child_id=session_id, at_turn=None, ttl_s=None, now_s=now_s
+                    )
+            if self._sessions.get(key) is None:
+                self._sessions.open(key, b"", turn=0, replace=False, now_s=now_s)
         reply = self._sessions.check_turn(key, turn, idempotency_key, now_s=now_s)
         if reply is not None:
             return {"info": self._info(key, now_s=now_s), "reply": reply}
@@ -158,20 +179,22 @@ class Home:
         idempotency_key: str,
         prompt_ids: "array[int]",
         fingerprint: str,
-        want_ticket: bool,
+        route: "Route",
         now_s: float,
+        prefill_urls: tuple[str, ...] = (),
         revision: int | None = None,
         num_kept: int | None = None,
     ) -> dict[str, Any]:
         """Begin a turn, all or nothing; one that ran too long is taken over.
 
+        `route` is the way that is asked for, and `prefill_urls` name the Ps that may be asked, in order; none: all is
+        computed here.
         `revision` is that of the history which the prompt was rendered from (`load`), and `num_kept` tells how many
         chunks of the transcript the turn continues (`SessionTable.start_turn`).
-
-        The result has `nonce`, `held_tokens`, `matched_tokens`, `diverged_at`, `lease_reason`, `ticket`
-        (signed `kv_transfer_params`, or None), `ticket_id`, `ticket_reason` (why there is none although
-        tokens matched), and `reply` None. Where the turn is a repetition, it has only the stored `reply`
-        beside `info`.
+        The result has `nonce`, `route` (the way that the turn goes, never `auto`), `choice` (the wire's),
+        `held_tokens`, `matched_tokens`, `diverged_at`, `lease_reason`, `ticket` (signed `kv_transfer_params`, or
+        None), `ticket_id`, `ticket_reason` (why there is none although tokens matched), and `reply` None. Where the
+        turn is a repetition, it has only the stored `reply` beside `info`.
         """
         key = (tenant, session_id)
         nonce = self._new_nonce()
@@ -181,9 +204,16 @@ class Home:
         if reply is not None:
             return {"info": self._info(key, now_s=now_s), "reply": reply}
         try:
-            begun = self._leases.begin(key, prompt_ids, fingerprint, now_s=now_s, want_ticket=want_ticket, nonce=nonce)
+            routed = self._routing.begin(
+                nonce, key, route, prompt_tokens=len(prompt_ids), pairs=prefill_urls, now_s=now_s
+            )
+            begun = self._leases.begin(
+                key, prompt_ids, fingerprint, now_s=now_s, want_ticket=routed.wants_ticket, nonce=nonce
+            )
+            choice = routed.settled(begun.ticket, begun.matched_tokens, begun.diverged_at)
             ticket = self._signed(begun.ticket, prompt_ids, fingerprint, nonce)
         except BaseException:
+            self._routing.abandon(nonce)
             self._leases.abandon(nonce, return_ticket=True, now_s=now_s)
             self._sessions.cancel_turn(nonce, now_s=now_s)
             raise
@@ -192,6 +222,8 @@ class Home:
             "info": self._info(key, now_s=now_s),
             "reply": None,
             "nonce": nonce,
+            "route": choice.way,
+            "choice": choice_info(choice),
             "held_tokens": begun.held_tokens,
             "matched_tokens": begun.matched_tokens,
             "diverged_at": begun.diverged_at,
@@ -201,7 +233,7 @@ class Home:
             "ticket_reason": begun.ticket_reason,
         }
 
-    def settle(
+    def settle(  # noqa: PLR0913 (the fields of one operation)
         self,
         *,
         nonce: str,
@@ -211,24 +243,29 @@ class Home:
         reply: bytes,
         ttl_s: Any,
         ended_by: str = "stop",
+        observed: "Observed | None" = None,
+        report: bytes = b"",
         now_s: float,
     ) -> dict[str, Any]:
         """Append a finished turn to its session, and make what it pinned the session's lease.
 
         `token_ids` are all ids of the history with this turn, of which the answer kept `num_tokens_kept`;
         `chunk` is its part of the transcript, and `reply` what a repetition gets. `ended_by` is `tool:<name>` where
-        the reply calls a tool, else a finish reason: it tells how soon the next turn may come.
+        the reply calls a tool, else a finish reason: it tells how soon the next turn may come. From `observed` the next
+        turns' ways are chosen better. `report` is what the turn's cache did, for `get` and `list`.
         """
-        ttl_s = self._leases.checked_ttl_s(ttl_s)
+        ttl_s = self._settings.checked_ttl_s(ttl_s)
         # The record first: it cannot fail behind this line, and dropping others for it frees budget.
-        session = self._sessions.complete_turn(nonce, token_ids, chunk, reply, now_s=now_s)
+        session = self._sessions.complete_turn(nonce, token_ids, chunk, reply, now_s=now_s, report=report)
         self._leases.settle(nonce, num_tokens_kept, ttl_s=ttl_s, now_s=now_s, token_ids=token_ids)
         self._gaps.ended(session.key, ended_by, now_s=now_s)
+        self._routing.settle(nonce, observed, now_s=now_s)
         return {"info": self._info(session.key, now_s=now_s)}
 
     def abandon(self, *, nonce: str, return_ticket: bool, now_s: float) -> dict[str, Any]:
         """End a turn without a trace; the result is `was_open` alone. Idempotent."""
         self._leases.abandon(nonce, return_ticket=return_ticket, now_s=now_s)
+        self._routing.abandon(nonce)
         return {"was_open": self._sessions.cancel_turn(nonce, now_s=now_s)}
 
     def return_ticket(self, *, ticket_id: str, now_s: float, read_age_s: float | None = None) -> dict[str, Any]:
@@ -264,7 +301,7 @@ class Home:
         if child_id == session_id:
             msg = f"child_id is {child_id!r}, the session itself: give the child another id"
             raise InvalidRequest(msg, param="child_id")
-        ttl_s = None if ttl_s is None else self._leases.checked_ttl_s(ttl_s)
+        ttl_s = None if ttl_s is None else self._settings.checked_ttl_s(ttl_s)
         key, child_key = (tenant, session_id), (tenant, child_id)
         child, is_new = self._sessions.fork(key, child_key, at_turn, now_s=now_s)
         if is_new:
@@ -288,25 +325,21 @@ class Home:
         return {"info": info}
 
     def get(self, *, tenant: str, session_id: str, now_s: float) -> dict[str, Any]:
-        """Look at a session without using it; the result also has `is_running`."""
+        """Look at a session without using it; the result also has `is_running` and `last_report` (see `settle`)."""
         self.sweep(now_s=now_s)
         key = (tenant, session_id)
         session = self._sessions.get(key)
         if session is None:
             msg = f"session {session_id!r} is not known here: open it again with its full history"
             raise SessionNotFound(msg)
-        return {"info": self._info(key, now_s=now_s), "is_running": session.open_turn is not None}
+        return self._shown(session, now_s=now_s)
 
     def list_sessions(self, *, tenant: str | None, now_s: float) -> dict[str, Any]:
-        """List the sessions of a tenant, or all: `sessions`, each with `tenant`, `info` and `is_running`."""
+        """List the sessions of a tenant, or all: `sessions`, each with `tenant` and what `get` returns."""
         self.sweep(now_s=now_s)
         return {
             "sessions": [
-                {
-                    "tenant": session.key[0],
-                    "info": self._info(session.key, now_s=now_s),
-                    "is_running": session.open_turn is not None,
-                }
+                {"tenant": session.key[0], **self._shown(session, now_s=now_s)}
                 for session in self._sessions
                 if tenant is None or session.key[0] == tenant
             ]
@@ -351,6 +384,14 @@ class Home:
     def _forget(self, key: "Key", now_s: float) -> None:
         self._leases.forget(key, now_s=now_s)
         self._gaps.forget(key)
+        self._routing.forget(key)
+
+    def _shown(self, session: "Session", *, now_s: float) -> dict[str, Any]:
+        return {
+            "info": self._info(session.key, now_s=now_s),
+            "is_running": session.open_turn is not None,
+            "last_report": session.last_report,
+        }
 
     def _info(self, key: "Key", *, now_s: float) -> dict[str, Any]:
         session = self._sessions.get(key)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Final, Literal, TypeAlias
 
 Transition: TypeAlias = Literal[
-    "grant", "fork", "renew", "supersede", "rewind", "clip", "reject", "expire", "release", "revoke", "reset"
+    "grant", "fork", "regain", "renew", "supersede", "rewind", "clip", "reject", "expire", "release", "revoke", "reset"
 ]
 
 LOGGER: Final = logging.getLogger("vllm.bidikv.leases")
@@ -19,6 +19,7 @@ LOGGER: Final = logging.getLogger("vllm.bidikv.leases")
 _LEVELS: Final[Mapping[Transition, int]] = {
     "grant": logging.DEBUG,
     "fork": logging.DEBUG,
+    "regain": logging.DEBUG,
     "renew": logging.DEBUG,
     "supersede": logging.DEBUG,
     "rewind": logging.DEBUG,

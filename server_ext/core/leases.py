@@ -9,21 +9,20 @@ Leases are soft: nothing is correct because of one. May import the standard libr
 prefix}` and its neighbours.
 """
 
-import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, TypeAlias
 
 from bidikv_sdk.prefix import common_prefix_length, num_blocks
 from bidikv_sdk.wire import LeaseInfo, PoolInfo
 
 from . import snapshot
-from .errors import InvalidRequest, LeaseLost, TurnConflict
+from .errors import LeaseLost, turn_is_not_open, turn_is_running
 from .holdings import Holdings
-from .metrics import STALE_READS, TICKET_REFUSALS
 from .policy import RevocationOrder, least_remaining_first
 from .records import Begun, Key, Lease, Slot, Ticket, Turn
-from .revocation import count_reclaimable, plan_revocation
+from .revocation import Revoker
+from .ticket_desk import TicketDesk
 
 if TYPE_CHECKING:
     from bidikv_sdk.wire import Reason
@@ -32,8 +31,8 @@ if TYPE_CHECKING:
     from .ports import BlockPins
     from .settings import HomeSettings
 
-# A turn may last longer than this, but whoever waits for one should see its end soon.
-TURN_RETRY_AFTER_S: Final = 0.2
+WantsTicket: TypeAlias = Callable[[int, int | None], bool]
+"""Says whether a reader is to read, from the number of matching tokens and the index of the first other one."""
 
 
 class LeaseTable:
@@ -61,10 +60,15 @@ class LeaseTable:
         self._pins = pins
         self._settings = settings
         self._block_size = block_size
-        self._max_ticketed = pins.num_total_blocks() - max_request_blocks
-        self._new_ticket_id = new_ticket_id
-        self._order = order
         self._held = Holdings(pins, settings, block_size=block_size)
+        self._revoker = Revoker(self._held, pins, order)
+        self._desk = TicketDesk(
+            self._held,
+            settings,
+            block_size=block_size,
+            max_ticketed=pins.num_total_blocks() - max_request_blocks,
+            new_ticket_id=new_ticket_id,
+        )
 
     # ---------------------------------------------------------------- a turn
 
@@ -75,20 +79,20 @@ class LeaseTable:
         fingerprint: str,
         *,
         now_s: float,
-        want_ticket: bool,
+        want_ticket: "bool | WantsTicket",
         nonce: str,
     ) -> Begun:
         """Begin a turn: renew the session's lease for it, and open a ticket on what matches the prompt.
 
-        The lease does not expire while its turn is open, but may be revoked. An unknown key is a session
-        without a lease.
+        The lease does not expire while its turn is open, but may be revoked. What is left of one that expired or was
+        revoked is pinned again for a reader. An unknown key is a session without a lease.
 
         Args:
             key: the session.
             prompt_ids: [num_tokens], the whole prompt.
             fingerprint: of the model, weights, adapter and salt that the turn runs with.
             now_s: monotonic seconds.
-            want_ticket: whether a reader is to read the matching blocks.
+            want_ticket: whether a reader is to read the matching blocks; or what says so once it is known how many.
             nonce: the turn's name, new and unguessable.
 
         Raises:
@@ -97,13 +101,14 @@ class LeaseTable:
         self._held.sweep(now_s=now_s)
         slot = self._held.slots.get(key, Slot())
         if slot.turn is not None:
-            msg = f"a turn of session {key[1]!r} is running: retry when it has ended"
-            raise TurnConflict(msg, retry_after_s=TURN_RETRY_AFTER_S)
+            raise turn_is_running(key[1])
         due_s = now_s + self._settings.turn_timeout_s
         turn = Turn(due_s=due_s, key=key, nonce=nonce, fingerprint=fingerprint)
         self._held.open_turn(turn)
         self._held.renew(key, None, now_s=now_s)
         lease = self._held.leases.get(key)
+        if lease is None and want_ticket:
+            lease = self._held.regain(key, fingerprint, now_s=now_s)
         if lease is None:
             return Begun(0, 0, None, slot.reason or "first_turn", None, None)
         if lease.fingerprint != fingerprint:
@@ -111,33 +116,9 @@ class LeaseTable:
         num_matched = min(common_prefix_length(lease.token_ids, prompt_ids), lease.num_tokens)
         diverged_at = num_matched if num_matched < min(lease.num_tokens, len(prompt_ids)) else None
         ticket, ticket_reason = None, None
-        if want_ticket and num_matched:
-            ticket, ticket_reason = self._check_out(turn, lease, num_matched, now_s=now_s)
+        if num_matched and (want_ticket(num_matched, diverged_at) if callable(want_ticket) else want_ticket):
+            ticket, ticket_reason = self._desk.check_out(turn, lease, num_matched, now_s=now_s)
         return Begun(lease.num_tokens, num_matched, diverged_at, slot.reason, ticket, ticket_reason)
-
-    def _check_out(
-        self, turn: Turn, lease: Lease, num_tokens: int, *, now_s: float
-    ) -> "tuple[Ticket | None, Reason | None]":
-        block_ids = lease.block_ids[: num_blocks(num_tokens, self._block_size)]
-        reason: Reason | None = None
-        if num_tokens < self._settings.min_fetch_tokens:
-            reason = "below_threshold"
-        elif not self._held.ledger.can_ticket(block_ids, max_ticketed=self._max_ticketed):
-            # Tickets cannot be revoked: all of them together must leave room for the longest request.
-            reason = "over_budget"
-        if reason is not None:
-            self._held.counts.add(TICKET_REFUSALS, reason)
-            return None, reason
-        deadline_s = now_s + self._settings.ticket_ttl_s
-        ticket = Ticket(
-            due_s=deadline_s + self._settings.ticket_grace_s,
-            ticket_id=self._new_ticket_id(),
-            block_ids=block_ids,
-            num_tokens=num_tokens,
-            deadline_s=deadline_s,
-        )
-        self._held.open_ticket(turn, ticket)
-        return ticket, None
 
     def finish(
         self, nonce: str, block_ids: Sequence[int], num_tokens: int, token_ids: Sequence[int], *, now_s: float
@@ -198,12 +179,11 @@ class LeaseTable:
             InvalidRequest: `ttl_s` is not a number above 0; nothing changed.
             TurnConflict: no such turn is open.
         """
-        ttl_s = self.checked_ttl_s(ttl_s)
+        ttl_s = self._settings.checked_ttl_s(ttl_s)
         self._held.sweep(now_s=now_s)
         turn = self._held.turns.get(nonce)
         if turn is None:
-            msg = f"turn {nonce!r} is not open: it was ended or took too long; begin it again"
-            raise TurnConflict(msg, retry_after_s=TURN_RETRY_AFTER_S)
+            raise turn_is_not_open(nonce)
         if turn.pin is not None and num_tokens_kept > 0:
             self._held.grant(turn, num_tokens_kept, ttl_s, token_ids, now_s=now_s)
         else:
@@ -250,14 +230,7 @@ class LeaseTable:
                 that ended when the blocks could have been given away is counted as stale.
         """
         self._held.sweep(now_s=now_s)
-        ticket = self._held.tickets.get(ticket_id)
-        if ticket is None:
-            given_back_s = self._held.expired_tickets.pop(ticket_id, math.inf)
-            if read_age_s is not None and now_s - read_age_s >= given_back_s:
-                self._held.counts.add(STALE_READS)
-            return False
-        self._held.end_ticket(ticket, "returned")
-        return True
+        return self._desk.take_back(ticket_id, now_s=now_s, read_age_s=read_age_s)
 
     def is_open(self, nonce: str) -> bool:
         """Return whether a turn has begun and neither ended nor been swept."""
@@ -274,7 +247,7 @@ class LeaseTable:
             InvalidRequest: `ttl_s` is not a number above 0.
             LeaseLost: the session holds no lease (also for an unknown key); the reason says why.
         """
-        ttl_s = self.checked_ttl_s(ttl_s)
+        ttl_s = self._settings.checked_ttl_s(ttl_s)
         self._held.sweep(now_s=now_s)
         if key not in self._held.leases:
             reason = self._held.slots.get(key, Slot()).reason or "first_turn"
@@ -296,6 +269,7 @@ class LeaseTable:
         elif slot is not None and slot.state != "none":
             # Also what is gone already: the engine must not take up again what its owner gave back.
             slot.state, slot.reason = "released", "released"
+            self._held.lost.forget(key)
         return self._info(key, now_s=now_s)
 
     def fork(
@@ -346,6 +320,7 @@ class LeaseTable:
             self._held.close_turn(slot.turn)
         if key in self._held.leases:
             self._held.end_lease(key, "released", "released")
+        self._held.lost.forget(key)
         self._held.slots.pop(key, None)
 
     # ---------------------------------------------------------------- the engine
@@ -355,58 +330,16 @@ class LeaseTable:
         return self._held.sweep(now_s=now_s)
 
     def num_reclaimable(self, *, now_s: float, limit: int | None = None) -> int:
-        """Return how many blocks would become free were all leases and pins revoked, counted up to `limit`.
-
-        Pass a limit where enough is enough: without one every leased block is looked at.
-        """
-        self._held.sweep(now_s=now_s)
-        return count_reclaimable(self._held.revocable(), self._pins.num_references, limit=limit)
+        """Return how many blocks revoking could free, as `Revoker.num_reclaimable`."""
+        return self._revoker.num_reclaimable(now_s=now_s, limit=limit)
 
     def revoke(self, num_blocks: int, *, now_s: float, all_or_nothing: bool = False) -> int:
-        """Free `num_blocks` blocks if leases hold as many that nobody else does, else all of those, or none.
-
-        What has expired goes first, then leases by the order, those of open turns, and provisional pins at
-        last; each is clipped from its tail, by as little as does. Returns how many blocks became free. With
-        `all_or_nothing` no lease is touched where that would not do; what has expired goes all the same.
-        """
-        num_free_before = self._pins.num_free_blocks()
-        self._held.sweep(now_s=now_s)
-        num_missing = num_blocks - (self._pins.num_free_blocks() - num_free_before)
-        if num_missing > 0 and (not all_or_nothing or self._can_revoke(num_missing, now_s=now_s)):
-            victims = self._victims(now_s=now_s)
-            for lease, num_kept in plan_revocation(victims, num_missing, self._pins.num_references):
-                self._held.clip(lease, num_kept)
-        return self._pins.num_free_blocks() - num_free_before
-
-    def _can_revoke(self, num_blocks: int, *, now_s: float) -> bool:
-        # The first comparison is O(1): what a request can never get is asked for again at every step.
-        held = self._held.num_blocks_by_holder()
-        may_suffice = held["lease"] + held["provisional"] >= num_blocks
-        return may_suffice and self.num_reclaimable(now_s=now_s, limit=num_blocks) == num_blocks
-
-    def _victims(self, *, now_s: float) -> Iterator[Lease]:
-        in_use = []
-        for lease in self._order(self._held.leases.values(), now_s=now_s):
-            if self._held.slots[lease.key].turn is None:
-                yield lease
-            else:
-                in_use.append(lease)
-        yield from in_use
-        yield from self._held.pins_of_turns()
+        """Free blocks for requests, as `Revoker.revoke`; return how many became free."""
+        return self._revoker.revoke(num_blocks, now_s=now_s, all_or_nothing=all_or_nothing)
 
     def release_all(self, reason: "Reason", *, now_s: float) -> bool:
-        """Drop every lease and pin with this reason, for a cache reset, sleep or new weights.
-
-        Returns False, with nothing done, while tickets are open: a reader may still be reading.
-        """
-        self._held.sweep(now_s=now_s)
-        if self._held.tickets:
-            return False
-        for key in list(self._held.leases):
-            self._held.end_lease(key, "revoked", reason)
-        for turn in self._held.turns.values():
-            self._held.drop_pin(turn, reason)
-        return True
+        """Drop every lease and pin unless tickets are open, as `Revoker.release_all`."""
+        return self._revoker.release_all(reason, now_s=now_s)
 
     # ---------------------------------------------------------------- questions
 
@@ -448,20 +381,6 @@ class LeaseTable:
         """
         self._held.sweep(now_s=now_s)
         return snapshot.of_leases(self._held, self._pins, block_bytes=block_bytes)
-
-    def checked_ttl_s(self, ttl_s: Any) -> float:
-        """Return a caller's ttl, cut to the maximum; None is the default.
-
-        Raises:
-            InvalidRequest: it is not a finite number above 0.
-        """
-        if ttl_s is None:
-            return self._settings.default_ttl_s
-        is_number = isinstance(ttl_s, int | float) and not isinstance(ttl_s, bool)
-        if not is_number or not 0 < ttl_s < math.inf:
-            msg = f"ttl_s is {ttl_s!r:.80}: give a number of seconds above 0"
-            raise InvalidRequest(msg, param="ttl_s")
-        return float(min(ttl_s, self._settings.max_ttl_s))
 
     def _info(self, key: Key, *, now_s: float) -> LeaseInfo:
         slot, lease = self._held.slots.get(key, Slot()), self._held.leases.get(key)

@@ -69,6 +69,11 @@ SESSION_BYTES: Final = Metric("gauge", "bidikv_session_bytes", "Memory of the se
 
 GRANTS: Final = Metric("counter", "bidikv_lease_grants_total", "Leases granted at the end of a turn.")
 FORKS: Final = Metric("counter", "bidikv_lease_forks_total", "Leases that a fork got on its parent's blocks.")
+REGAINS: Final = Metric(
+    "counter",
+    "bidikv_lease_regains_total",
+    "Leases that were gone, and got back what of their blocks was still in the prefix cache.",
+)
 RENEWALS: Final = Metric("counter", "bidikv_lease_renewals_total", "Renewals of leases, by turns and by owners.")
 SUPERSEDES: Final = Metric("counter", "bidikv_lease_supersedes_total", "Leases replaced by that of the next turn.")
 EXPIRIES: Final = Metric("counter", "bidikv_lease_expiries_total", "Leases whose time was over.")
@@ -121,9 +126,9 @@ STALE_READS: Final = Metric(
 )
 
 HOME: Final = (
-    LEASES, BLOCKS, BYTES, OPEN_TICKETS, SESSIONS, SESSION_BYTES, GRANTS, FORKS, RENEWALS, SUPERSEDES, EXPIRIES,
-    RELEASES, REVOCATIONS, CLIPS, REJECTIONS, REVOKED_BLOCKS, DROPPED_PINS, TICKETS, TICKET_REFUSALS, TURN_TIMEOUTS,
-    PINNED, STALE_READS,
+    LEASES, BLOCKS, BYTES, OPEN_TICKETS, SESSIONS, SESSION_BYTES, GRANTS, FORKS, REGAINS, RENEWALS, SUPERSEDES,
+    EXPIRIES, RELEASES, REVOCATIONS, CLIPS, REJECTIONS, REVOKED_BLOCKS, DROPPED_PINS, TICKETS, TICKET_REFUSALS,
+    TURN_TIMEOUTS, PINNED, STALE_READS,
 )  # fmt: skip
 """What a home's snapshot has, all of it, always."""
 

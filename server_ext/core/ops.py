@@ -7,9 +7,15 @@ or refuses by name, so that no operation stops half-way over a bad value.
 from array import array
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
+from bidikv_sdk.wire import ROUTES
+
+from .cost import Observed
 from .errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from bidikv_sdk.wire import Route
 
 Reader: TypeAlias = Callable[[str, Any], Any]
 """Takes the field's name and value (None where absent), returns what the operation gets."""
@@ -64,6 +70,35 @@ def ids(name: str, value: Any) -> "array[int]":
     return token_ids
 
 
+def texts(name: str, value: Any) -> tuple[str, ...]:
+    """Read a list of strings."""
+    if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    raise _wrong(name, value, "a list of strings")
+
+
+def route(name: str, value: Any) -> "Route":
+    """Read a route."""
+    if value in ROUTES:
+        return cast("Route", value)
+    raise _wrong(name, value, f"one of {', '.join(ROUTES)}")
+
+
+def observed(name: str, value: Any) -> Observed:
+    """Read what a turn has shown."""
+    if isinstance(value, Mapping):
+        counts = {key: count(key, value.get(key)) for key in ("prompt_tokens", "reused_tokens", "fetched_tokens")}
+        times = {key: optional(seconds, None)(key, value.get(key)) for key in ("prefill_s", "fetch_s", "handover_s")}
+        return Observed(
+            **counts,
+            **times,
+            pair=optional(text, None)("pair", value.get("pair")),
+            failed_pairs=optional(texts, ())("failed_pairs", value.get("failed_pairs")),
+            is_read_failed=optional(flag, default=False)("is_read_failed", value.get("is_read_failed")),
+        )
+    raise _wrong(name, value, "an object")
+
+
 def anything(name: str, value: Any) -> Any:  # noqa: ARG001 (a reader)
     """Hand on what the operation itself checks."""
     return value
@@ -84,14 +119,20 @@ OPS: Final[Mapping[str, Mapping[str, Reader]]] = MappingProxyType(
             "turn": optional(count, 0),
             "replace": optional(flag, default=False),
         },
-        "load": {**_KEY, "turn": optional(count, None), "idempotency_key": optional(text, "")},
+        "load": {
+            **_KEY,
+            "turn": optional(count, None),
+            "idempotency_key": optional(text, ""),
+            "parent_id": optional(text, None),
+        },
         "begin": {
             **_KEY,
             "turn": count,
             "idempotency_key": optional(text, ""),
             "prompt_ids": ids,
             "fingerprint": text,
-            "want_ticket": flag,
+            "route": route,
+            "prefill_urls": optional(texts, ()),
             "revision": optional(count, None),
             "num_kept": optional(count, None),
         },
@@ -103,6 +144,8 @@ OPS: Final[Mapping[str, Mapping[str, Reader]]] = MappingProxyType(
             "reply": data,
             "ttl_s": anything,
             "ended_by": optional(text, "stop"),
+            "observed": optional(observed, None),
+            "report": optional(data, b""),
         },
         "abandon": {"nonce": text, "return_ticket": flag},
         "return_ticket": {"ticket_id": text, "read_age_s": optional(seconds, None)},

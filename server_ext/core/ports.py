@@ -23,6 +23,13 @@ class BlockPins(Protocol):
         """Return all references on a block: ours, and those of requests that run or wait."""
         ...
 
+    def seals(self, block_ids: Sequence[int]) -> list[object | None]:
+        """Return the seal of each block: one and the same object for as long as the block keeps what is in it.
+
+        None for a block that the prefix cache does not know. Compare seals with `is`, and hold them while you do.
+        """
+        ...
+
     def num_free_blocks(self) -> int:
         """Return the number of blocks that a request could be given now."""
         ...

@@ -1,10 +1,16 @@
-"""What computing and fetching cost, in seconds: constant priors, until measured rates take their place.
+"""What computing and moving KV cost, in seconds: constant priors, and rates learned from real turns.
 
-Pure; imports nothing of ours.
+`LearnedRates` begins at the limit model's shape, and each observation moves it: `observe_prefill`, `observe_append`,
+`observe_fetch` and `observe_handover` once a turn, `observe_step` once a step of the decode engine. Unobserved costs
+borrow from their likes: appending from prefilling (the same model), a pair's hand-over from its fetches and the other
+way round (the same link). Pure; imports `linear_fit` only.
 """
 
+import copy
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
+
+from .linear_fit import LinearFit
 
 
 class Rates(Protocol):
@@ -47,3 +53,183 @@ class ConstantRates:
     def fetch_s(self, num_bytes: int) -> float:
         """Return how long reading so much KV from another engine takes."""
         return self.fetch_fixed_s + num_bytes / self.fetch_bytes_per_s
+
+
+# What a call to an engine costs beyond its computation, on fast machines; and a step that generates.
+_PREFILL_FIXED_S: Final = 0.010
+_DECODE_STEP_S: Final = 0.020
+# So many appends say little about the shape of their cost.
+_FEW: Final = 4
+# Of a new observation in a running mean; it counts as at most so many times what was expected.
+_WEIGHT: Final = 0.1
+_MAX_RATIO: Final = 3.0
+
+
+class _Pair:
+    """One prefill and this decode engine: what the link between them costs."""
+
+    __slots__ = ("fetch", "first_fetch_s", "first_handover_s", "handover")
+
+    def __init__(self, prior: ConstantRates) -> None:
+        self.fetch = LinearFit(prior.fetch_fixed_s, 1 / prior.fetch_bytes_per_s)
+        # D takes up the request and makes its first step behind the read.
+        self.handover = LinearFit(prior.fetch_fixed_s + _DECODE_STEP_S, 1 / prior.fetch_bytes_per_s)
+        self.first_fetch_s: float | None = None
+        self.first_handover_s: float | None = None
+
+
+class LearnedRates:
+    """Rates of one decode engine and its prefill engines, learned online. Never negative, never NaN.
+
+    All take and return seconds; times that are not positive and finite are ignored. Satisfies `Rates`.
+
+    Args:
+        prior: where to begin. Its `attention_tokens` should be the model's; speeds need be of no machine, since the
+            first observation sets them.
+    """
+
+    def __init__(self, prior: ConstantRates | None = None) -> None:
+        self._prior = prior = prior if prior is not None else ConstantRates()
+        token_s = 1 / prior.prefill_tokens_per_s
+        priors = _PREFILL_FIXED_S, token_s, token_s / prior.attention_tokens
+        self._compute_priors = priors
+        self._prefill, self._append = LinearFit(*priors), LinearFit(*priors)
+        self._first_appends: list[tuple[float, tuple[float, ...]]] = []
+        self._pairs: dict[str, _Pair] = {}
+        self._default_pair = _Pair(prior)
+        self._decode_step_s: float | None = None
+        self._stall_token_s: float | None = None
+        self._expect = LinearFit.expect_s
+        self._is_hopeful = False
+
+    def hoped(self) -> "LearnedRates":
+        """Return a view of these rates as they are at their best: engines as fast as lately, links as the prior's.
+
+        A link can be repaired from one moment to the next; what a way would cost then tells whether trying it pays.
+        Not for observing, and only for now.
+        """
+        view = copy.copy(self)
+        view._expect, view._is_hopeful = LinearFit.hope_s, True  # noqa: SLF001 (of this class)
+        return view
+
+    # ---------------------------------------------------------------- what things cost
+
+    def prefill_s(self, num_tokens: int, *, num_cached: int = 0) -> float:
+        """Return how long P takes to compute `num_tokens` behind `num_cached` tokens, the call included."""
+        return self._expect(self._prefill, 1, num_tokens, num_tokens * (2 * num_cached + num_tokens))
+
+    def append_s(self, num_tokens: int, *, num_cached: int = 0) -> float:
+        """Return how long D takes to compute `num_tokens` behind `num_cached` tokens, up to the first new token."""
+        fit = self._append if self._append.num_observed else self._prefill
+        return self._expect(fit, 1, num_tokens, num_tokens * (2 * num_cached + num_tokens))
+
+    def compute_s(self, num_tokens: int, *, num_cached: int = 0) -> float:
+        """Return the part of `prefill_s` that is computing."""
+        return self._expect(self._prefill, 0, num_tokens, num_tokens * (2 * num_cached + num_tokens))
+
+    def stall_s(self, num_tokens: int, *, num_cached: int = 0) -> float:
+        """Return how long computing so many tokens on D holds up each request that generates there meanwhile."""
+        if self._stall_token_s is not None:
+            return self._stall_token_s * num_tokens
+        return self.append_s(num_tokens, num_cached=num_cached)
+
+    def fetch_s(self, num_bytes: int, *, pair: str = "") -> float:
+        """Return how long P takes to read so many bytes from D, a pair's first read apart."""
+        known = self._pairs.get(pair, self._default_pair)
+        if known.fetch.num_observed or not known.handover.num_observed:
+            seconds = known.fetch.expect_s(1, num_bytes)
+        else:
+            fixed_s, byte_s = known.handover.coefficients
+            seconds = max(fixed_s - self.decode_step_s, 0.0) + byte_s * num_bytes
+        return min(seconds, self._prior.fetch_s(num_bytes)) if self._is_hopeful else seconds
+
+    def handover_s(self, num_bytes: int, *, pair: str = "") -> float:
+        """Return how long it takes from P's answer to the first token, of which D reads so many bytes from P."""
+        known = self._pairs.get(pair, self._default_pair)
+        if known.handover.num_observed or not known.fetch.num_observed:
+            seconds = known.handover.expect_s(1, num_bytes)
+        else:
+            seconds = known.fetch.expect_s(1, num_bytes) + self.decode_step_s
+        return min(seconds, self._prior.fetch_s(num_bytes) + self.decode_step_s) if self._is_hopeful else seconds
+
+    def bytes_s(self, num_bytes: int, *, pair: str = "") -> float:
+        """Return how long so many bytes take on the link, without any fixed cost."""
+        known = self._pairs.get(pair, self._default_pair)
+        fit = known.fetch if known.fetch.num_observed or not known.handover.num_observed else known.handover
+        return fit.coefficients[1] * num_bytes
+
+    @property
+    def decode_step_s(self) -> float:
+        """How long D takes for one step that generates only."""
+        return self._decode_step_s if self._decode_step_s is not None else _DECODE_STEP_S
+
+    def first_transfers_s(self, pair: str) -> tuple[float | None, float | None]:
+        """Return how long a pair's first fetch and first hand-over took; None where there was none yet."""
+        known = self._pairs.get(pair, self._default_pair)
+        return known.first_fetch_s, known.first_handover_s
+
+    def num_fetches(self, pair: str) -> int:
+        """Return how many fetches of a pair have been learned from, the first one apart."""
+        return self._pairs.get(pair, self._default_pair).fetch.num_observed
+
+    # ---------------------------------------------------------------- what was seen
+
+    def observe_prefill(self, seconds: float, num_tokens: int, *, num_cached: int = 0) -> None:
+        """Learn from P's work on a prompt, without its fetch."""
+        self._prefill.observe(seconds, 1, num_tokens, num_tokens * (2 * num_cached + num_tokens))
+        if 0 < len(self._first_appends) < _FEW:
+            self._read_first_appends()
+
+    def observe_append(self, seconds: float, num_tokens: int, *, num_cached: int = 0) -> None:
+        """Learn from D's work on a prompt, up to its first new token."""
+        features = (1.0, num_tokens, num_tokens * (2 * num_cached + num_tokens))
+        if len(self._first_appends) < _FEW:
+            self._first_appends.append((seconds, features))
+            self._read_first_appends()
+        else:
+            self._append.observe(seconds, *features)
+
+    def _read_first_appends(self) -> None:
+        """Read the few appends again in the shape that prefilling has by now: one of them tells a speed only."""
+        self._append = LinearFit(*self._compute_priors)
+        self._append.take_from(self._prefill)
+        for seconds, features in self._first_appends:
+            self._append.observe(seconds, *features)
+
+    def observe_fetch(self, seconds: float, num_bytes: int, *, pair: str = "") -> None:
+        """Learn from P's read; a pair's first one, with its handshake, stands apart."""
+        known = self._pair(pair)
+        if known.first_fetch_s is None:
+            known.first_fetch_s = seconds
+        else:
+            known.fetch.observe(seconds, 1, num_bytes)
+
+    def observe_handover(self, seconds: float, num_bytes: int, *, pair: str = "") -> None:
+        """Learn from the time between P's answer and the first token; a pair's first one stands apart."""
+        known = self._pair(pair)
+        if known.first_handover_s is None:
+            known.first_handover_s = seconds
+        else:
+            known.handover.observe(seconds, 1, num_bytes)
+
+    def observe_step(self, seconds: float, *, num_decodes: int, num_prompt_tokens: int) -> None:
+        """Learn from a step of D in which so many requests generated, and so many prompt tokens were computed."""
+        if not 0 < seconds < 1e9 or not num_decodes:  # noqa: PLR2004 (no step is that long)
+            return
+        if not num_prompt_tokens:
+            self._decode_step_s = _mean(self._decode_step_s, seconds)
+        elif self._decode_step_s is not None:
+            extra_s = max(seconds - self._decode_step_s, 0.0)
+            self._stall_token_s = _mean(self._stall_token_s, extra_s / num_prompt_tokens)
+
+    def _pair(self, pair: str) -> _Pair:
+        if pair not in self._pairs:
+            self._pairs[pair] = _Pair(self._prior)
+        return self._pairs[pair]
+
+
+def _mean(mean: float | None, value: float) -> float:
+    """Return a running mean with one more value, whose weight is cut where it is far above."""
+    if mean is None or mean <= 0:
+        return value
+    return mean + _WEIGHT * (min(value, _MAX_RATIO * mean) - mean)

@@ -49,6 +49,8 @@ class Session:
     """[num_chunks], how many of `token_ids` the history had behind each chunk; 0 where they are not known."""
     last_reply: tuple[str, bytes] | None = None
     """Idempotency key and reply of the last completed turn."""
+    last_report: bytes = b""
+    """What the last completed turn's cache did; empty where that is not known."""
     revision: int = 0
     """Another one whenever the history is."""
     origin: tuple[str, int] | None = None
@@ -90,10 +92,10 @@ class Session:
         self.transcript = self.transcript[:num_chunks] or [b""]
         self.id_counts = self.id_counts[:num_chunks] or [0]
         self.token_ids = self.token_ids[: self.id_counts[-1]]
-        self.last_reply = None
+        self.last_reply, self.last_report = None, b""
 
     def counted_bytes(self) -> int:
         """Return what the record takes in memory, about."""
         reply_bytes = len(self.last_reply[1]) if self.last_reply is not None else 0
         ids_bytes = self.token_ids.itemsize * len(self.token_ids)
-        return _RECORD_BYTES + sum(map(len, self.transcript)) + ids_bytes + reply_bytes
+        return _RECORD_BYTES + sum(map(len, self.transcript)) + ids_bytes + reply_bytes + len(self.last_report)

@@ -11,8 +11,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
-from .errors import CapacityExceeded, SessionNotFound, TurnConflict
-from .leases import TURN_RETRY_AFTER_S
+from .errors import (
+    TURN_RETRY_AFTER_S,
+    CapacityExceeded,
+    SessionNotFound,
+    TurnConflict,
+    turn_is_not_open,
+    turn_is_running,
+)
 from .session_record import OpenTurn, Session
 
 if TYPE_CHECKING:
@@ -93,7 +99,7 @@ class SessionTable:
             self._touch(session, now_s=now_s)
             return session
         if session is not None and session.open_turn is not None:
-            raise _running_conflict(key)
+            raise turn_is_running(key[1])
         is_reopened = turn > 0 if session is None else session.is_reopened
         opened = Session(key, turn, [chunk], is_reopened=is_reopened, last_used_s=now_s)
         opened.num_bytes = opened.counted_bytes()
@@ -204,7 +210,7 @@ class SessionTable:
             if last_key == idempotency_key:
                 return reply
         if session.open_turn is not None:
-            raise _running_conflict(key)
+            raise turn_is_running(key[1])
         if turn not in {None, session.turn + 1}:
             msg = f"turn {turn} does not follow the {session.turn} completed turns of session {key[1]!r}"
             raise TurnConflict(msg, expected_turn=session.turn + 1)
@@ -263,12 +269,11 @@ class SessionTable:
         self.sweep(now_s=now_s)
         key = self._key_by_nonce.get(nonce)
         if key is None:
-            msg = f"turn {nonce!r} is not open: it was ended or took too long; begin it again"
-            raise TurnConflict(msg, retry_after_s=TURN_RETRY_AFTER_S)
+            raise turn_is_not_open(nonce)
         return self._running[key]
 
     def complete_turn(
-        self, nonce: str, token_ids: "array[int]", chunk: bytes, reply: bytes, *, now_s: float
+        self, nonce: str, token_ids: "array[int]", chunk: bytes, reply: bytes, *, now_s: float, report: bytes = b""
     ) -> Session:
         """Append an open turn to what it keeps of its session.
 
@@ -281,6 +286,7 @@ class SessionTable:
             chunk: the turn's part of the transcript.
             reply: for a repetition of the turn.
             now_s: monotonic seconds.
+            report: what the turn's cache did, for whoever lists sessions.
 
         Raises:
             TurnConflict: no such turn is open.
@@ -292,7 +298,7 @@ class SessionTable:
         session.append(chunk, token_ids)
         # Nobody can ask again for a turn without a key.
         session.last_reply = (open_turn.idempotency_key, reply) if open_turn.idempotency_key else None
-        session.is_reopened = False
+        session.last_report, session.is_reopened = report, False
         self._changed(session)
         while self._num_bytes > self._settings.max_session_bytes and self._idle:
             self._drop(self._longest_idle(), now_s=now_s)
@@ -330,7 +336,7 @@ class SessionTable:
     def _at_rest(self, key: "Key", *, now_s: float) -> Session:
         session = self.require(key, now_s=now_s)
         if session.open_turn is not None:
-            raise _running_conflict(key)
+            raise turn_is_running(key[1])
         return session
 
     def _add(self, session: Session) -> None:
@@ -392,8 +398,3 @@ class SessionTable:
     def _drop(self, session: Session, *, now_s: float) -> None:
         self._remove(session)
         self._on_drop(session.key, now_s)
-
-
-def _running_conflict(key: "Key") -> TurnConflict:
-    msg = f"a turn of session {key[1]!r} is running: retry when it has ended"
-    return TurnConflict(msg, retry_after_s=TURN_RETRY_AFTER_S)

@@ -1,4 +1,7 @@
-"""The settings of a home, checked once at start: names, defaults, limits and what to do about a bad value."""
+"""The settings of a home, checked once at start: names, defaults, limits and what to do about a bad value.
+
+May import the standard library, `bidikv_sdk.wire` and `errors`.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -6,6 +9,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from bidikv_sdk.wire import ROUTES, Route
+
+from .errors import InvalidRequest
 
 Revocation: TypeAlias = Literal["value", "least_remaining"]
 REVOCATIONS: Final[tuple[Revocation, ...]] = get_args(Revocation)
@@ -43,8 +48,11 @@ class HomeSettings:
     """Most bytes that all sessions together take (token ids, transcripts, last replies)."""
     revocation: Revocation = "value"
     """Whose lease requests take blocks from first: the one of least value per block, or of least remaining time."""
-    default_route: Route = "fetch"
-    """The way of a turn whose caller asks for none."""
+    default_route: Route = "auto"
+    """The way of a turn whose caller asks for none; `auto` takes the one that is expected to be the fastest."""
+    itl_guard: float = 0.25
+    """`auto`: by what share the inter-token latency on D may rise, on the mean of half a minute, through turns that are
+    appended there, 0 or more; at 0 none is while anything generates."""
     min_fetch_tokens: int = 64
     """No ticket for less than this: a transfer costs more than computing so few tokens."""
 
@@ -74,6 +82,20 @@ class HomeSettings:
                 raise ValueError(msg)
         return cls(**config)
 
+    def checked_ttl_s(self, ttl_s: Any) -> float:
+        """Return the life that a caller asks for, cut to the maximum; None is the default.
+
+        Raises:
+            InvalidRequest: it is not a finite number above 0.
+        """
+        if ttl_s is None:
+            return self.default_ttl_s
+        is_number = isinstance(ttl_s, int | float) and not isinstance(ttl_s, bool)
+        if not is_number or not 0 < ttl_s < math.inf:
+            msg = f"ttl_s is {ttl_s!r:.80}: give a number of seconds above 0"
+            raise InvalidRequest(msg, param="ttl_s")
+        return float(min(ttl_s, self.max_ttl_s))
+
 
 def _is_number(value: object) -> bool:
     # bool is an int to Python, not to a configuration file.
@@ -82,6 +104,10 @@ def _is_number(value: object) -> bool:
 
 def _is_fraction(value: Any) -> bool:
     return _is_number(value) and 0 < value <= 1
+
+
+def _is_share(value: Any) -> bool:
+    return _is_number(value) and value >= 0
 
 
 def _is_duration(value: Any) -> bool:
@@ -113,5 +139,6 @@ _RULES: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "max_session_bytes": (_is_positive_count, "a whole number of bytes above 0"),
     "revocation": (lambda value: value in REVOCATIONS, f"one of {', '.join(REVOCATIONS)}"),
     "default_route": (lambda value: value in ROUTES, f"one of {', '.join(ROUTES)}"),
+    "itl_guard": (_is_share, "a number, 0 or more"),
     "min_fetch_tokens": (_is_count, "a whole number of tokens, 0 or more"),
 }

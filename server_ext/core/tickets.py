@@ -37,7 +37,6 @@ Refusal: TypeAlias = Literal[
     "wrong_prompt",
     "wrong_fingerprint",
     "already_used",
-    "too_late",
 ]
 """Why a reader does not use a ticket; stable names, for logs and metrics."""
 
@@ -49,7 +48,6 @@ REFUSAL_REASONS: "Final[Mapping[Refusal, Reason]]" = MappingProxyType(
         "wrong_prompt": "read_failed",
         "wrong_fingerprint": "model_changed",
         "already_used": "read_failed",
-        "too_late": "ticket_late",
     }
 )
 """The wire's reason of each refusal."""
@@ -154,10 +152,8 @@ def check_ticket(
     fingerprint: str,
     block_size: int,
     seen_ids: Container[str],
-    remaining_s: float = math.inf,
-    min_remaining_s: float = 0.0,
 ) -> Refusal | None:
-    """Return why a reader must not use a verified ticket; None where it may read.
+    """Return why a reader must not use a verified ticket; None where it may read, if it does so in time.
 
     What it covers must be exactly a prefix of the reader's own prompt, in exactly as many blocks as that
     takes: vLLM pairs the blocks of both sides by position and asks nothing more.
@@ -168,8 +164,6 @@ def check_ticket(
         fingerprint: of the reader.
         block_size: tokens per block, on both sides.
         seen_ids: `remote_request_id`s that were used before; a ticket is for one read.
-        remaining_s: seconds until the ticket's deadline, as far as the reader knows.
-        min_remaining_s: what a read needs at least.
     """
     if not _is_well_formed(params):
         return "malformed"
@@ -185,8 +179,6 @@ def check_ticket(
         return "wrong_prompt"
     if params["remote_request_id"] in seen_ids:
         return "already_used"
-    if remaining_s < min_remaining_s:
-        return "too_late"
     return None
 
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm import SamplingParams
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector, NixlPullConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 from vllm.entrypoints.serve import create_error_response
 from vllm.entrypoints.serve.utils.api_utils import load_aware_call, validate_json_request, with_cancellation
 from vllm.entrypoints.serve.utils.sse_keep_alive import with_sse_keep_alive
@@ -44,8 +44,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ChatCompletionRequest",
+    "ChatCompletionResponse",
     "EngineDeadError",
     "KVConnectorRole",
+    "KVConnectorWorkerMetadata",
     "NixlBaseConnector",
     "NixlPullConnector",
     "NixlPullConnectorScheduler",
@@ -54,8 +56,10 @@ __all__ = [
     "RequestStatus",
     "SamplingParams",
     "VLLMError",
+    "attention_tokens",
     "call_control",
     "create_error_response",
+    "engine_facts",
     "guard_allocations",
     "init_logger",
     "install_control",
@@ -71,6 +75,9 @@ __all__ = [
 ]
 
 SUPPORTED_VERSIONS = ("0.32",)
+
+# Fewer tokens than this NIXL's reader does not fetch where nothing else is set.
+_STOCK_RECOMPUTE_THRESHOLD = 64
 
 # What the guard passes through, in order. A vLLM that changes this list changed what an allocation needs.
 _ALLOCATE_SLOTS_PARAMETERS = (
@@ -190,9 +197,40 @@ def model_fingerprint(vllm_config: VllmConfig) -> str:
         A short hash over the model's own configuration, dtypes and block size; equal on P and D where a block of one
         is valid on the other. The name or path of the model is left out, as it may differ between machines.
     """
-    config = {k: v for k, v in vllm_config.model_config.hf_config.to_dict().items() if k != "_name_or_path"}
     cache = vllm_config.cache_config
-    facts = [config, str(vllm_config.model_config.dtype), str(cache.cache_dtype), cache.block_size]
+    facts = [_own_config(vllm_config), str(vllm_config.model_config.dtype), str(cache.cache_dtype), cache.block_size]
+    return _short_hash(facts)
+
+
+def engine_facts(vllm_config: VllmConfig) -> dict[str, Any]:
+    """Return what this engine runs and how, as plain values: each is a reason why P and D may not fit together.
+
+    `model` is a hash over the model's own configuration: its path does not matter. Needs a `kv_transfer_config`.
+    """
+    model, cache, transfer = vllm_config.model_config, vllm_config.cache_config, vllm_config.kv_transfer_config
+    extra = transfer.kv_connector_extra_config or {}
+    return {
+        "vllm": vllm.__version__,
+        "platform": current_platform.device_type,
+        "model": _short_hash(_own_config(vllm_config)),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(cache.cache_dtype),
+        "block_size": cache.block_size,
+        "max_model_len": model.max_model_len,
+        "prefix_caching": bool(cache.enable_prefix_caching),
+        "max_num_batched_tokens": vllm_config.scheduler_config.max_num_batched_tokens,
+        "kv_connector": transfer.kv_connector,
+        "kv_role": transfer.kv_role,
+        "bidirectional_kv_xfer": bool(extra.get("bidirectional_kv_xfer", False)),
+        "kv_recompute_threshold": extra.get("kv_recompute_threshold", _STOCK_RECOMPUTE_THRESHOLD),
+    }
+
+
+def _own_config(vllm_config: VllmConfig) -> dict[str, Any]:
+    return {k: v for k, v in vllm_config.model_config.hf_config.to_dict().items() if k != "_name_or_path"}
+
+
+def _short_hash(facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -336,6 +374,17 @@ def pause_nixl_progress_thread(delay_us: int) -> None:
 
     build_with_pause.bidikv_paused = True  # type: ignore[attr-defined]
     nixl_api.nixlBind.nixlAgent = build_with_pause
+
+
+def attention_tokens(vllm_config: VllmConfig) -> float:
+    """Return the length of a prompt at which attention costs as much as the weights, of a dense model's shape."""
+    model = vllm_config.model_config
+    parallel, config = vllm_config.parallel_config, model.hf_text_config
+    hidden, attention = model.get_hidden_size(), model.get_num_attention_heads(parallel) * model.get_head_size()
+    key_value = model.get_num_kv_heads(parallel) * model.get_head_size()
+    feed_forward = getattr(config, "intermediate_size", None) or 4 * hidden
+    num_weights_per_layer = 2 * hidden * (attention + key_value) + 3 * hidden * feed_forward
+    return float(num_weights_per_layer / attention)
 
 
 def is_cpu_platform() -> bool:

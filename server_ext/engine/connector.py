@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from server_ext.engine.notes import ReadTickets
+
 
 class BidiKVConnector(compat.NixlPullConnector):
     """NIXL's pull connector, with leases on D and verified reads on P."""
@@ -55,6 +57,10 @@ class BidiKVConnector(compat.NixlPullConnector):
         super().bind_kv_cache_manager(kv_cache_manager)
         if isinstance(self.connector_scheduler, DecodeScheduler):
             self.connector_scheduler.bind_kv_cache_manager(kv_cache_manager)
+
+    def build_connector_worker_meta(self) -> ReadTickets | None:
+        """Return what a worker has for the scheduler's side after a step (see `notes`)."""
+        return self.connector_worker.build_connector_worker_meta() if self.connector_worker is not None else None
 
     def control(self, op: str, arg: dict[str, Any]) -> dict[str, Any]:
         """Answer a control call (see `control.dispatch`)."""

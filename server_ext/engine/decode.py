@@ -18,9 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from bidikv_sdk.prefix import num_blocks
 from server_ext.core.home import Home
+from server_ext.core.rates import ConstantRates, LearnedRates
+from server_ext.core.steps import StepWatch
 from server_ext.core.tickets import verify
 from server_ext.engine import compat
 from server_ext.engine.identity import Identity
+from server_ext.engine.notes import ReadTickets
 from server_ext.engine.pins import BlockPoolPins
 
 if TYPE_CHECKING:
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
 
     from server_ext.engine.settings import EngineSettings
 
@@ -61,6 +65,8 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
         (group,) = kv_cache_config.kv_cache_groups
         self._block_bytes = len(group.layer_names) * group.kv_cache_spec.page_size_bytes
         self._max_request_blocks = num_blocks(vllm_config.model_config.max_model_len, self.block_size)
+        self._rates = LearnedRates(ConstantRates(attention_tokens=compat.attention_tokens(vllm_config)))
+        self._steps = StepWatch(self._rates)
         self._home: Home
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
@@ -75,6 +81,8 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
             secret=self._settings.secret,
             make_address=self._address,
             new_nonce=lambda: secrets.token_urlsafe(16),
+            rates=self._rates,
+            count_running=self._steps.count_running,
         )
         compat.guard_allocations(manager, self._make_room, self._before_reset)
 
@@ -89,6 +97,7 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
         self, request: compat.Request, block_ids: tuple[Sequence[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Pin a finished turn's blocks provisionally, before vLLM frees them."""
+        self._steps.finished(request.request_id)
         nonce = request.session_id
         if nonce is not None and self._home.is_open(nonce) and request.status in _LEASABLE:
             num_tokens = num_tokens_in_cache(request)
@@ -104,8 +113,18 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
         """Reclaim what is due, once a step; between steps every control call does."""
-        self._home.sweep(now_s=time.perf_counter())
+        now_s = time.perf_counter()
+        self._steps.scheduled(scheduler_output.num_scheduled_tokens, now_s=now_s)
+        self._home.sweep(now_s=now_s)
         return super().build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take back the tickets whose readers say that they are done."""
+        read = connector_output.kv_connector_worker_meta
+        if isinstance(read, ReadTickets):
+            for ticket_id in read.ticket_ids:
+                self._home.return_ticket(ticket_id=ticket_id, now_s=time.perf_counter())
+        super().update_connector_output(connector_output)
 
     # Memory
 

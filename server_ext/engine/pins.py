@@ -32,6 +32,14 @@ class BlockPoolPins:
         """Return all references on a block: leases, tickets and requests."""
         return int(self._pool.blocks[block_id].ref_cnt)
 
+    def seals(self, block_ids: Sequence[int]) -> list[object | None]:
+        """Return each block's hash object, which vLLM takes away when it gives the block to anybody else.
+
+        The object and not its value: an equal hash may have been made anew, of a block that is only being computed.
+        """
+        blocks = self._pool.blocks
+        return [blocks[block_id].block_hash for block_id in block_ids]
+
     def num_free_blocks(self) -> int:
         """Return the blocks that an allocation could take now."""
         return int(self._pool.get_num_free_blocks())

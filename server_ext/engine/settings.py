@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
+
+import httpx
 
 from server_ext.core.settings import HomeSettings
 
@@ -15,6 +18,13 @@ if TYPE_CHECKING:
 
 Role = Literal["prefill", "decode"]
 _MIN_SECRET_BYTES = 16
+_NAMES = (
+    "session_id_fields",
+    "session_id_headers",
+    "parent_id_fields",
+    "parent_id_headers",
+    "session_final_headers",
+)
 _OWN_KEYS = frozenset(
     {
         "role",
@@ -23,8 +33,7 @@ _OWN_KEYS = frozenset(
         "prefill_timeout_s",
         "control_timeout_s",
         "fresh_prefill_salt",
-        "session_id_fields",
-        "session_id_headers",
+        *_NAMES,
     }
 )
 
@@ -45,6 +54,9 @@ class EngineSettings:
     - `session_id_fields`, `session_id_headers`: where a chat completion may name its session beside vLLM's own places
       (`session_id`, `X-Session-ID`, `vllm_xargs.session_id`), such as `conversation_id` and `X-Correlation-ID`; body
       fields come before headers, each in the given order (D only).
+    - `parent_id_fields`, `parent_id_headers`: where it may name the session that its own branches off, beside
+      `parent_session_id` and `X-Parent-Session-ID` (D only).
+    - `session_final_headers`: of which one that is `true` says that the session ends with this request (D only).
     """
 
     role: Role
@@ -55,7 +67,10 @@ class EngineSettings:
     fresh_prefill_salt: bool
     home: HomeSettings
     session_id_fields: tuple[str, ...] = ()
-    session_id_headers: tuple[str, ...] = ()
+    session_id_headers: tuple[str, ...] = ("X-Dynamo-Session-ID",)
+    parent_id_fields: tuple[str, ...] = ()
+    parent_id_headers: tuple[str, ...] = ("X-Dynamo-Parent-Session-ID",)
+    session_final_headers: tuple[str, ...] = ("X-Dynamo-Session-Final",)
 
     @classmethod
     def from_vllm_config(cls, vllm_config: VllmConfig) -> EngineSettings:
@@ -85,9 +100,7 @@ class EngineSettings:
             msg = f"bidikv setting role is {role!r}; set it to 'prefill' or 'decode'"
             raise ValueError(msg)
         urls = config.get("prefill_urls", [])
-        if not isinstance(urls, list) or not all(
-            isinstance(url, str) and url.startswith(("http://", "https://")) for url in urls
-        ):
+        if not isinstance(urls, list) or not all(map(_is_base_url, urls)):
             msg = f"bidikv setting prefill_urls is {urls!r}; give a list of base URLs like 'http://10.0.0.1:8000'"
             raise ValueError(msg)
         return cls(
@@ -97,10 +110,22 @@ class EngineSettings:
             prefill_timeout_s=_seconds(config, "prefill_timeout_s", default=None),
             control_timeout_s=_seconds(config, "control_timeout_s", default=30.0) or 30.0,
             fresh_prefill_salt=_flag(config, "fresh_prefill_salt"),
-            session_id_fields=_names(config, "session_id_fields"),
-            session_id_headers=_names(config, "session_id_headers"),
+            **{name: _names(config, name) for name in _NAMES if name in config},
             home=HomeSettings.from_config({k: v for k, v in config.items() if k not in _OWN_KEYS}),
         )
+
+
+def _is_base_url(url: Any) -> bool:
+    """Tell whether a path can be put behind it and be called."""
+    if not isinstance(url, str) or any(char.isspace() for char in url):
+        return False
+    try:
+        httpx.URL(url)  # what will call it must be able to
+        parts = urlsplit(url)
+        _ = parts.port  # raises where it is too large, which httpx does not see
+    except (ValueError, httpx.InvalidURL):
+        return False
+    return parts.scheme in {"http", "https"} and bool(parts.hostname) and not (parts.query or parts.fragment)
 
 
 def _read_secret(path: Any) -> bytes:
@@ -137,7 +162,7 @@ def _flag(config: Mapping[str, Any], name: str) -> bool:
 
 
 def _names(config: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    value = config.get(name, [])
+    value = config[name]
     if not isinstance(value, list) or not all(isinstance(item, str) and item for item in value):
         msg = f"bidikv setting {name} is {value!r}; give a list of names like 'conversation_id'"
         raise ValueError(msg)

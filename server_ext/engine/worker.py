@@ -1,24 +1,22 @@
 """The worker side: stock NIXL reads, plus two checks.
 
-On D, a reader's note that it has read a ticket is not a request of D's, so it is kept from stock code (which would
-log an error). On P, a read that ended after its ticket's deadline counts as failed: D may have given the blocks away
-in the meantime.
+On D, a reader's note that it has read a ticket goes to the lease table instead of to stock code (`notes`). On P, a read
+that ended after its ticket's deadline counts as failed: D may have given the blocks away in the meantime.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from server_ext.core.tickets import TICKET_ID_PREFIX
 from server_ext.engine import compat
+from server_ext.engine.notes import ReadTickets, TicketNotes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = compat.init_logger("vllm.bidikv")
-_TICKET_NOTE = TICKET_ID_PREFIX.encode()
 
 
 class Worker(compat.NixlPullConnectorWorker):
@@ -26,15 +24,12 @@ class Worker(compat.NixlPullConnectorWorker):
 
     def __init__(self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
-        get_new_notifs = self.nixl_wrapper.get_new_notifs
+        self._notes = TicketNotes(self.nixl_wrapper.get_new_notifs)
+        self.nixl_wrapper.get_new_notifs = self._notes
 
-        def get_new_notifs_without_tickets() -> dict[Any, list[bytes]]:
-            return {
-                agent: [note for note in notes if not note.startswith(_TICKET_NOTE)]
-                for agent, notes in get_new_notifs().items()
-            }
-
-        self.nixl_wrapper.get_new_notifs = get_new_notifs_without_tickets
+    def build_connector_worker_meta(self) -> ReadTickets | None:
+        """Tell the scheduler's side which tickets were read since the last step; None where none was."""
+        return self._notes.take()
 
     def _pop_done_transfers(self, transfers: dict[str, list[int]]) -> tuple[set[str], set[str]]:
         done, failed = super()._pop_done_transfers(transfers)

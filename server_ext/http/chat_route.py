@@ -18,19 +18,17 @@ from server_ext.engine import compat
 from server_ext.engine.compat import ChatCompletionRequest, load_aware_call, with_cancellation
 from server_ext.http.conductor import Caller, Conductor
 from server_ext.http.errors import Refused
+from server_ext.http.naming import Named, named_in
 from server_ext.http.routes import ClosingStream, request_id_of
-from server_ext.http.turn_request import TurnRequest, is_session_id
+from server_ext.http.turn_request import TurnRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import AsyncIterator
 
     from fastapi import FastAPI
 
-    from server_ext.engine.settings import EngineSettings
-
 logger = compat.init_logger("vllm.bidikv")
 _PATH = "/v1/chat/completions"
-_HEADER = "X-Session-ID"
 
 
 def attach(app: FastAPI) -> None:
@@ -49,9 +47,9 @@ def attach(app: FastAPI) -> None:
         conductor: Conductor | None = getattr(raw_request.app.state, "bidikv_conductor", None)
         if conductor is not None:
             body = await raw_request.json()
-            session_id = session_id_of(body, raw_request.headers, conductor.settings)
-            if session_id is not None:
-                turn = _SessionTurn(conductor, session_id, body)
+            named = named_in(body, raw_request.headers, conductor.settings)
+            if named is not None:
+                turn = SessionTurn(conductor, named, body)
                 response: Response | None = await _answer(turn, raw_request=raw_request)
                 if turn.is_served:
                     # None: the client has left, nobody reads this.
@@ -68,63 +66,52 @@ def attach(app: FastAPI) -> None:
     )
 
 
-def session_id_of(body: Mapping[str, Any], headers: Mapping[str, str], settings: EngineSettings) -> str | None:
-    """Return the session that a chat completion names, in vLLM's order and then by the configured aliases.
-
-    Args:
-        body: the JSON object.
-        headers: of the request, by names of any case.
-        settings: have the aliases.
-
-    Returns:
-        The id; None where there is none that can be one.
-    """
-    extra = body.get("vllm_xargs")
-    names = (
-        body.get("session_id"),
-        headers.get(_HEADER),
-        extra.get("session_id") if isinstance(extra, dict) else None,
-        *(body.get(name) for name in settings.session_id_fields),
-        *(headers.get(name) for name in settings.session_id_headers),
-    )
-    named = next((name for name in names if name), None)
-    return named if is_session_id(named) else None
-
-
-class _SessionTurn:
+class SessionTurn:
     """A chat completion on its way through a session; `is_served` until it must go to vLLM's own route."""
 
-    def __init__(self, conductor: Conductor, session_id: str, body: dict[str, Any]) -> None:
+    def __init__(self, conductor: Conductor, named: Named, body: dict[str, Any]) -> None:
         self._conductor = conductor
-        self._session_id = session_id
+        self._named = named
         self._body = body
         self.is_served = True
 
     async def run(self, raw_request: Request) -> Response | None:
         """Return the reply; None, with nothing changed, where a session cannot give one."""
-        request_id = request_id_of(raw_request)
-        headers = {"X-Request-Id": request_id}
-        caller = Caller(self._conductor.tenants.tenant_of(raw_request.headers), self._session_id, request_id)
+        headers = {"X-Request-Id": request_id_of(raw_request)}
         try:
-            request = TurnRequest.parse_whole(self._body)
-            result = await self._conductor.run(caller, request, raw_request)
+            result = await self.result(raw_request)
         except Refused as refused:
-            if (refused.info.param or "").startswith("bidikv"):  # no stock client says this: its caller wants to know
-                return refused.to_response(headers)
+            return refused.to_response(headers)
+        if result is None:
+            return None
+        if isinstance(result, dict):
+            return JSONResponse(result, headers=headers)
+        interval_s = getattr(getattr(raw_request.app.state, "args", None), "sse_keep_alive_interval", 0)
+        events = compat.with_sse_keep_alive(result, float(interval_s))
+        return ClosingStream(events, media_type="text/event-stream", headers=headers)
+
+    async def result(self, raw_request: Request) -> dict[str, Any] | AsyncIterator[str] | None:
+        """Return the completion, or the events of its stream; None, with nothing changed, where a session has none.
+
+        Raises:
+            Refused: what the request says to sessions is wrong. No stock client says this: its caller wants to know.
+        """
+        request_id = request_id_of(raw_request)
+        tenant, named = self._conductor.tenants.tenant_of(raw_request.headers), self._named
+        caller = Caller(tenant, named.session_id, request_id, parent_id=named.parent_id, is_final=named.is_final)
+        try:
+            return await self._conductor.run(caller, TurnRequest.parse_whole(self._body), raw_request)
+        except Refused as refused:
+            if (refused.info.param or "").startswith("bidikv"):
+                raise
             logger.debug("Request %s is served without its session: %s", request_id, refused)
         except Exception:
             logger.exception("Request %s is served without its session.", request_id)
-        else:
-            if isinstance(result, dict):
-                return JSONResponse(result, headers=headers)
-            interval_s = getattr(getattr(raw_request.app.state, "args", None), "sse_keep_alive_interval", 0)
-            events = compat.with_sse_keep_alive(result, float(interval_s))
-            return ClosingStream(events, media_type="text/event-stream", headers=headers)
         self.is_served = False
         return None
 
 
 @with_cancellation
 @load_aware_call
-async def _answer(turn: _SessionTurn, *, raw_request: Request) -> Response | None:
+async def _answer(turn: SessionTurn, *, raw_request: Request) -> Response | None:
     return await turn.run(raw_request)

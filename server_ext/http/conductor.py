@@ -7,6 +7,7 @@ exactly stock; a shallow copy of it gets an engine client whose `generate` condu
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import time
 import uuid
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bidikv_sdk.chunks import ChunkSum
+from bidikv_sdk.wire import Choice
 from server_ext.engine import compat
 from server_ext.http.errors import Refused, refused_by_vllm, vllm_errors
 from server_ext.http.home_client import HomeClient
@@ -26,7 +28,7 @@ from server_ext.http.turn import Clock, EngineTap, Plan, Turn
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     import httpx
 
@@ -47,11 +49,15 @@ class Caller:
     - `tenant`: of the API key.
     - `session_id`: as the caller chose it.
     - `request_id`: the caller's, or a new one.
+    - `parent_id`: the session that an unknown one branches off; None where the caller names none.
+    - `is_final`: the lease is released when the turn is settled.
     """
 
     tenant: str
     session_id: str
     request_id: str
+    parent_id: str | None = None
+    is_final: bool = False
 
     @property
     def session(self) -> dict[str, str]:
@@ -96,7 +102,7 @@ class Conductor:
         """
         started_s = time.perf_counter()
         arg = {**caller.session, "turn": request.turn, "idempotency_key": request.key}
-        record = await self.home.call("load", arg)
+        record = await self.home.call("load", {**arg, "parent_id": caller.parent_id})
         if record["reply"] is not None:
             return self._replay(record, stream=request.stream)
         told = Transcript(record)
@@ -109,15 +115,13 @@ class Conductor:
         vllm_request = request.to_vllm(place.tools, cache_salt=salt)
         prompt = await self._renderer.render(vllm_request, place.history, place.delta)
         rendered_s = time.perf_counter()
-        route = request.route or self.settings.home.default_route
-        route = "fetch" if route == "auto" else route
         arg |= {"turn": told.turn + 1, "revision": told.revision, "num_kept": place.num_kept}
-        begun = await self._begin(arg, prompt, want_ticket=route == "fetch")
+        begun = await self._begin(arg, prompt, request.route or self.settings.home.default_route)
         if begun["reply"] is not None:  # another try of the same turn has completed in the meantime
             return self._replay(begun, stream=request.stream)
         clock = Clock(started_s=started_s, rendered_s=rendered_s, begun_s=time.perf_counter())
-        turn = self._turn(caller, request, place, prompt, route, begun, clock)
-        said = _Said(turn, request, vllm_request, place.delta)
+        turn = self._turn(caller, request, place, prompt, begun, clock)
+        said = _Said(turn, request, vllm_request, place.delta, functools.partial(self._release, caller))
         try:
             result = await self._generate(turn, vllm_request, prompt.token_ids, raw_request)
             if request.stream:
@@ -131,7 +135,18 @@ class Conductor:
             raise
         return completion
 
-    async def _begin(self, arg: dict[str, Any], prompt: Prompt, *, want_ticket: bool) -> dict[str, Any]:
+    async def _release(self, caller: Caller, info: dict[str, Any]) -> dict[str, Any]:
+        """Release the lease of a session whose last turn this was; return what has become of its `bidikv` object."""
+        if not caller.is_final:
+            return info
+        try:
+            released = await self.home.call("release", caller.session)
+        except Refused as refused:  # it expires by itself
+            logger.warning("The lease of a final turn was not released: %s", refused)
+            return info
+        return {**released["info"], "cache": info["cache"]}
+
+    async def _begin(self, arg: dict[str, Any], prompt: Prompt, route: Route) -> dict[str, Any]:
         def undo(late: dict[str, Any]) -> None:
             if late["reply"] is None:
                 self.home.call_soon("abandon", {"nonce": late["nonce"], "return_ticket": True})
@@ -139,7 +154,8 @@ class Conductor:
         arg = {
             **arg,
             "prompt_ids": prompt.token_ids.tobytes(),
-            "want_ticket": want_ticket and bool(self.settings.prefill_urls),
+            "route": route,
+            "prefill_urls": list(self.settings.prefill_urls),
         }
         return await self.home.call("begin", arg, on_late=undo)
 
@@ -149,18 +165,18 @@ class Conductor:
         request: TurnRequest,
         place: Place,
         prompt: Prompt,
-        route: Route,
         begun: dict[str, Any],
         clock: Clock,
     ) -> Turn:
-        fresh = self.settings.fresh_prefill_salt or route == "recompute"
+        fresh = self.settings.fresh_prefill_salt or begun["route"] == "recompute"
         plan = Plan(
             nonce=begun["nonce"],
             fingerprint=begun["fingerprint"],
             request_id=caller.request_id,
             prompt=prompt,
-            route=route,
-            forced=request.route is not None,
+            route=begun["route"],
+            choice=None if begun["choice"] is None else Choice.from_json(begun["choice"]),
+            forced=request.route not in {None, "auto"},
             ticket=begun["ticket"],
             held_tokens=begun["held_tokens"],
             diverged_at=begun["diverged_at"],
@@ -205,7 +221,9 @@ class Conductor:
                     if not chunk["choices"]:
                         try:
                             report = await said.settle(dict(total.completion()))
-                            chunk = {**(chunk if wants_usage else last), **report}
+                            # vLLM's own last chunk names the system.
+                            named = {"system_fingerprint": chunk.get("system_fingerprint")}
+                            chunk = {**(chunk if wants_usage else {**last, **named}), **report}
                         except Refused as refused:
                             chunk = {"error": refused.info.to_json()}
                         yield _event(chunk)
@@ -223,19 +241,21 @@ class Conductor:
         completion = {**stored["completion"], "bidikv": {**record["info"], "cache": stored["cache"]}}
         return _as_events(completion) if stream else completion
 
-    async def check_template(self) -> None:
-        """Say in the log, at start-up, whether this model's sessions continue exactly.
+    async def check_template(self) -> bool:
+        """Return, and say in the log at start-up, whether this model's sessions continue exactly.
 
         Raises:
             Refused: they could not be rendered at all.
         """
-        if await self._renderer.appends():
+        appends = await self._renderer.appends()
+        if appends:
             logger.info("The chat template only appends: sessions continue D's own token ids.")
         else:
             logger.warning(
                 "The chat template rewrites its history: each turn is rendered afresh, and a lease serves the part "
                 "that has not changed."
             )
+        return appends
 
     async def close(self) -> None:
         """Close the connections to P."""
@@ -250,6 +270,8 @@ class _Said:
     request: TurnRequest
     vllm_request: Any
     delta: list[dict[str, Any]]
+    release: Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
+    """Gives the lease back where the caller said that it is not needed any more."""
 
     async def settle(self, completion: dict[str, Any]) -> dict[str, Any]:
         """Settle the turn, and tell in the completion's usage how much of the prompt was not computed.
@@ -280,7 +302,7 @@ class _Said:
             logger.warning("A chat completion was answered, but not kept: %s", refused)
             await self.turn.abandon_whatever_happens()
             return {}
-        return {"bidikv": info}
+        return {"bidikv": await self.release(info)}
 
 
 def _event(data: dict[str, Any]) -> str:
@@ -295,5 +317,6 @@ async def _as_events(completion: dict[str, Any]) -> AsyncIterator[str]:
         message["tool_calls"] = [{**call, "index": i} for i, call in enumerate(message["tool_calls"])]
     base = {name: completion.get(name) for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     yield _event({**base, "choices": [{"index": 0, "delta": message, "finish_reason": choice["finish_reason"]}]})
-    yield _event({**base, "choices": [], "usage": completion.get("usage"), "bidikv": completion["bidikv"]})
+    last = {name: completion.get(name) for name in ("usage", "system_fingerprint", "bidikv")}
+    yield _event({**base, "choices": [], **last})
     yield _DONE

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from server_ext.engine.compat import require_supported_version
+from server_ext.engine import compat
 from server_ext.engine.settings import EngineSettings
-from server_ext.http import chat_route, metrics, prefill_route, routes
+from server_ext.http import chat_route, engine_route, messages_route, metrics, prefill_route, routes
 from server_ext.http.conductor import Conductor
+from server_ext.http.engine_route import EngineReport
 from server_ext.http.metrics import HomeMetrics, turn_metrics
 from server_ext.http.prefill_route import PrefillService
 from server_ext.http.transfer_params import RefuseTransferParams
@@ -31,9 +32,10 @@ class BidiKVPlugin:
         Raises:
             RuntimeError: this vLLM is not supported.
         """
-        require_supported_version()
+        compat.require_supported_version()
         app.include_router(routes.router)
         app.include_router(prefill_route.router)
+        app.include_router(engine_route.router)
         app.add_middleware(RefuseTransferParams)
         metrics.attach(app)
         chat_route.attach(app)
@@ -48,11 +50,19 @@ class BidiKVPlugin:
         if engine_client is None or engine_client.vllm_config.kv_transfer_config is None:
             return  # a render server, or an engine without a connector: the routes answer that this is no home
         settings = EngineSettings.from_vllm_config(engine_client.vllm_config)
+        has_keys = bool(args.api_key or os.environ.get("VLLM_API_KEY"))
+        report = EngineReport(
+            settings,
+            compat.engine_facts(engine_client.vllm_config),
+            has_api_keys=has_keys,
+            prompt_tokens_details=bool(args.enable_prompt_tokens_details),
+        )
+        state.bidikv_engine = report
         if settings.role == "prefill":
             state.bidikv_prefill = PrefillService(engine_client, settings)
             return
-        has_keys = bool(args.api_key or os.environ.get("VLLM_API_KEY"))
         state.bidikv_conductor = Conductor(engine_client, state.openai_serving_chat, settings, has_keys=has_keys)
-        await state.bidikv_conductor.check_template()
+        report.facts["appends"] = await state.bidikv_conductor.check_template()
+        messages_route.attach(state)
         state.bidikv_metrics = HomeMetrics(engine_client)
         turn_metrics()  # so that its series exist from the start

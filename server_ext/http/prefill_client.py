@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -38,12 +38,13 @@ _KEEPALIVE_S = 2.0
 class PrefillUnavailable(Exception):
     """No P answered.
 
-    `may_still_read` tells whether one could still be reading the ticket.
+    `may_still_read` tells whether one could still be reading the ticket; `failed_urls` are the Ps that were asked.
     """
 
     def __init__(self, message: str, *, may_still_read: bool) -> None:
         super().__init__(message)
         self.may_still_read = may_still_read
+        self.failed_urls: list[str] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Prefilled:
     - `reason`: why a ticket was not used; None where it was, or where there was none.
     - `fingerprint`: of the model and weights that P computed with.
     - `read_age_s`: how long before its answer P's read had ended, in seconds; None where nothing was fetched.
+    - `url`: of the P that answered; `failed_urls` are those that were asked before it.
     """
 
     params: dict[str, Any]
@@ -65,6 +67,8 @@ class Prefilled:
     reason: str | None
     read_age_s: float | None
     fingerprint: str
+    url: str
+    failed_urls: list[str] = field(default_factory=list)
 
 
 class PrefillClient:
@@ -112,13 +116,19 @@ class PrefillClient:
         """
         body = {"token_ids": token_ids.tolist(), "kv_transfer_params": params, "cache_salt": cache_salt}
         failure = PrefillUnavailable("no prefill_urls are set", may_still_read=False)
+        failed_urls: list[str] = []
         for url in self._urls:
             try:
-                return await self._call(url, body, request_id)
+                prefilled = await self._call(url, body, request_id)
             except PrefillUnavailable as error:  # noqa: PERF203 - a network call dwarfs the try
                 failure = error
+                failed_urls.append(url)
                 if error.may_still_read:
                     break  # its ticket may be in use: another P would be a second reader
+            else:
+                prefilled.failed_urls.extend(failed_urls)
+                return prefilled
+        failure.failed_urls = failed_urls
         raise failure
 
     async def _call(self, url: str, body: dict[str, Any], request_id: str) -> Prefilled:
@@ -129,7 +139,7 @@ class PrefillClient:
             async with asyncio.timeout(deadline_s):
                 reply = await self._http.post(url + PREFILL_PATH, json=body, headers={"X-Request-Id": request_id})
                 reply.raise_for_status()
-                prefilled = self._check(reply.json(), num_tokens)
+                prefilled = self._check(url, reply.json(), num_tokens)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             msg = f"prefill node {url} cannot be reached: {error!r}"
             raise PrefillUnavailable(msg, may_still_read=False) from error
@@ -146,7 +156,7 @@ class PrefillClient:
             self._tokens_per_s += _WEIGHT * (rate - self._tokens_per_s)
         return prefilled
 
-    def _check(self, reply: dict[str, Any], num_tokens: int) -> Prefilled:
+    def _check(self, url: str, reply: dict[str, Any], num_tokens: int) -> Prefilled:
         """Take P's answer apart; what D's engine would trip over is refused here.
 
         Raises:
@@ -154,6 +164,8 @@ class PrefillClient:
         """
         params = dict(reply["kv_transfer_params"])
         report = params.pop("bidikv")
+        # With this vLLM would show P's own prefix hits as D's, and hide whether D could read what P computed.
+        params.pop("remote_prefill_cached_tokens", None)
         (block_ids,) = params["remote_block_ids"]
         local_tokens, fetched_tokens = report["local_tokens"], report["fetched_tokens"]
         fetch_s, reason, read_age_s = report["fetch_s"], report["reason"], report["read_age_s"]
@@ -174,7 +186,7 @@ class PrefillClient:
             if not holds:
                 msg = f"the answer for {num_tokens} tokens has a wrong {what}"
                 raise ValueError(msg)
-        return Prefilled(params, local_tokens, fetched_tokens, fetch_s, reason, read_age_s, report["fingerprint"])
+        return Prefilled(params, local_tokens, fetched_tokens, fetch_s, reason, read_age_s, report["fingerprint"], url)
 
     async def close(self) -> None:
         """Close the connections."""

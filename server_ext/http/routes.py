@@ -66,11 +66,17 @@ class Call:
         """Answer with what the home says."""
         turn_request.options_of(self.body)
         answer = await self.conductor.home.call(op, {**self.caller.session, **arg})
-        return self.reply({"bidikv": answer["info"]})
+        return self.reply({"bidikv": shown(answer)})
 
     def reply(self, content: dict[str, Any]) -> JSONResponse:
         """Answer with a JSON object."""
         return JSONResponse(content, headers={_REQUEST_ID: self.request_id})
+
+
+def shown(answer: dict[str, Any]) -> dict[str, Any]:
+    """Return the `bidikv` object of a home's answer; that of get and list tells of the last turn as well."""
+    report = answer.get("last_report")
+    return {**answer["info"], "last_turn": json.loads(report)} if report else answer["info"]
 
 
 def request_id_of(raw_request: Request) -> str:
@@ -154,7 +160,7 @@ async def list_sessions(raw_request: Request) -> Response:
     conductor: Conductor = raw_request.app.state.bidikv_conductor
     tenant = conductor.tenants.tenant_of(raw_request.headers)
     listing = await conductor.home.call("list", {"tenant": tenant})
-    sessions = [SessionInfo.from_json(session["info"]) for session in listing["sessions"]]
+    sessions = [SessionInfo.from_json(shown(session)) for session in listing["sessions"]]
     return JSONResponse(sessions_to_json(sessions), headers={_REQUEST_ID: request_id_of(raw_request)})
 
 

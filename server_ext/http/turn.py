@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from bidikv_sdk.wire import CacheReport, Timings
+from bidikv_sdk.wire import CacheReport, Choice, Timings
 from server_ext.core.tickets import sign
 from server_ext.engine import compat
 from server_ext.http.metrics import turn_metrics
@@ -37,7 +37,8 @@ class Plan:
     - `nonce`: of this turn; the engine knows the turn's request by it.
     - `fingerprint`: of D's model and weights; what P computes under another one is of no use.
     - `prompt`: what D and P compute.
-    - `route`: the way it shall go; `forced` tells that the caller asked for it.
+    - `route`: the way it goes; `forced` tells that the caller asked for it, `choice` what it was chosen from (None:
+      nothing was).
     - `ticket`: signed transfer parameters for reading the lease; None where P gets none.
     - `held_tokens`, `diverged_at`: of the lease, for the report.
     - `lease_reason`: why the lease is gone or smaller; None where it is whole.
@@ -51,6 +52,7 @@ class Plan:
     request_id: str
     prompt: Prompt
     route: Route
+    choice: Choice | None
     forced: bool
     ticket: dict[str, Any] | None
     held_tokens: int
@@ -69,12 +71,16 @@ class Clock:
     rendered_s: float
     begun_s: float
     prefilled_s: float | None = None
+    generated_s: float | None = None
     first_token_s: float | None = None
 
 
 @dataclass(slots=True)
 class Reply:
-    """What the engine generated so far."""
+    """What the engine generated so far.
+
+    - `num_cached_tokens`: of the prompt, in D's own prefix cache or read from P; all of it where that read went well.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -103,6 +109,7 @@ class Turn:
         self._reply = Reply()
         self._prefilled: Prefilled | None = None
         self._prefill_reason: Reason | None = None
+        self._failed_urls: list[str] = []
         self._may_still_read = False
         self._generation: AsyncGenerator[Any, None] | None = None
         self.is_over = False
@@ -130,6 +137,7 @@ class Turn:
             extra["kv_transfer_params"] = sign(transfer, self._secret)
         params.extra_args = extra or None
         options["session_id"] = self.plan.nonce
+        self._clock.generated_s = time.perf_counter()
         async for output in engine_client.generate(prompt, params, request_id, **options):
             self._take(output)
             output.kv_transfer_params = None  # block ids and hosts are not for clients
@@ -147,6 +155,7 @@ class Turn:
             logger.warning("Turn %s is computed on D: %s", plan.request_id, unavailable)
             self._prefill_reason = "prefill_unavailable"
             self._may_still_read = unavailable.may_still_read
+            self._failed_urls = unavailable.failed_urls
             return None
         finally:
             self._clock.prefilled_s = time.perf_counter()
@@ -154,13 +163,19 @@ class Turn:
         if prefilled.fingerprint != plan.fingerprint:
             logger.warning("Turn %s is computed on D: P serves another model or other weights.", plan.request_id)
             self._prefill_reason = "model_changed"
+            self._failed_urls = [prefilled.url]
             return None
         self._prefilled = prefilled
         return prefilled.params
 
     def _take(self, output: Any) -> None:
-        if self._clock.first_token_s is None and not output.finished:
-            self._clock.first_token_s = time.perf_counter()
+        clock = self._clock
+        if clock.first_token_s is None and not output.finished:
+            clock.first_token_s = time.perf_counter()
+        elif clock.first_token_s is None and clock.generated_s is not None:
+            # A reply that comes whole: vLLM has noted when its first token was there.
+            latency_s = getattr(output.metrics, "first_token_latency", 0.0)
+            clock.first_token_s = clock.generated_s + latency_s if latency_s > 0 else None
         self._reply.num_cached_tokens = output.num_cached_tokens or self._reply.num_cached_tokens
         for completion in output.outputs:
             self._reply.token_ids.extend(completion.token_ids)
@@ -214,8 +229,10 @@ class Turn:
                 "token_ids": kept_ids.tobytes(),
                 "chunk": json.dumps(transcript).encode(),
                 "reply": json.dumps({"completion": completion, "cache": cache.to_json()}).encode(),
+                "report": json.dumps(cache.to_json()).encode(),
                 "ttl_s": ttl_s,
                 "ended_by": f"tool:{calls[0]['function']['name']}" if calls else "stop",
+                "observed": self._observed(cache),
             },
         )
         self.is_over = True
@@ -249,7 +266,7 @@ class Turn:
         """Say where the prompt's KV cache came from, and why."""
         plan = self.plan
         num_prompt = len(plan.prompt.token_ids)
-        if self._prefilled is not None:
+        if self._prefilled is not None and not self._handover_failed():
             fetched, reused = self._prefilled.fetched_tokens, self._prefilled.local_tokens
             outcome: Outcome = "fetched" if fetched else "prefilled" if reused else "recomputed"
         else:
@@ -265,10 +282,34 @@ class Turn:
             computed_tokens=num_prompt - reused - fetched,
             diverged_at=plan.diverged_at,
             timings_s=self._timings(),
+            choice=plan.choice,
         )
+
+    def _handover_failed(self) -> bool:
+        """Tell whether D computed the prompt itself after all, for it could not read what P had computed."""
+        return self._prefilled is not None and self._reply.num_cached_tokens < len(self.plan.prompt.token_ids)
+
+    def _observed(self, cache: CacheReport) -> dict[str, Any]:
+        """Return what the home learns from (`core.cost.Observed`)."""
+        # Where D computed after all, the report is of D's part, and nothing can be told of the others.
+        prefilled = None if self._handover_failed() else self._prefilled
+        timings = cache.timings_s
+        return {
+            "prompt_tokens": cache.prompt_tokens,
+            "reused_tokens": cache.reused_tokens,
+            "fetched_tokens": cache.fetched_tokens,
+            "prefill_s": None if prefilled is None else timings.prefill,
+            "fetch_s": timings.fetch,
+            "handover_s": None if self._handover_failed() else timings.handover,
+            "pair": None if prefilled is None else prefilled.url,
+            "failed_pairs": self._failed_urls if prefilled is None else prefilled.failed_urls,
+            "is_read_failed": prefilled is not None and prefilled.reason in {"read_failed", "ticket_late"},
+        }
 
     def _reason(self) -> Reason:
         plan = self.plan
+        if self._handover_failed():
+            return "read_failed"
         if self._prefill_reason is not None:
             return self._prefill_reason
         if self._prefilled is not None and self._prefilled.reason is not None:

@@ -44,7 +44,7 @@ class TurnRequest:
     - `key`: idempotency key; equal keys of the same turn are the same call.
     - `messages`: at least one OpenAI message; the delta, or the whole history.
     - `tools`: None where the session's tools stay as they are.
-    - `route`: None where the caller does not force one.
+    - `route`: None where the caller leaves it to the server's setting.
     - `ttl_s`: of the lease after this turn; None for the server's default.
     - `stream`: reply as server-sent events.
     - `chat`: the remaining chat parameters, unchecked.
@@ -112,7 +112,7 @@ class TurnRequest:
             raise Refused(msg, param="bidikv.route")
         return cls(
             messages=messages_of(body, required=True),
-            route=None if route == "auto" else route,
+            route=route,
             ttl_s=ttl_of(options.get("ttl_s"), "bidikv.ttl_s"),
             stream=flag_of(body, "stream"),
             chat={k: v for k, v in body.items() if k not in _OWN_FIELDS and k not in _REFUSED_FIELDS},

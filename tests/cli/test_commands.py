@@ -97,6 +97,14 @@ def test_logs_of_one_engine_and_of_both(running):
     assert "prefill | prefill line 1" in invoke("logs").stdout
 
 
+def test_logs_as_json(running):
+    """One object per line, with the engine that wrote it, also where only one is asked for."""
+    both = [json.loads(line) for line in invoke("logs", "--json").stdout.splitlines()]
+    assert both[0] == {"role": "prefill", "line": "prefill line 1"}
+    assert [one["role"] for one in both] == ["prefill"] * 2 + ["decode"] * 2
+    assert json.loads(invoke("logs", "decode", "--json").stdout.splitlines()[1])["line"] == "decode line 2"
+
+
 def test_logs_before_the_first_start():
     """No log yet is an error that says what to do."""
     result = invoke("logs")

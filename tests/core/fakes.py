@@ -27,6 +27,7 @@ class FakePool(BlockPins):
         self.references: Counter[int] = Counter()
         self.request_references: Counter[int] = Counter()
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self.seal: dict[int, object] = {}
 
     def pin(self, block_ids) -> None:
         """Take a reference on each block."""
@@ -47,6 +48,10 @@ class FakePool(BlockPins):
         """Return all references on a block."""
         return self.references[block_id]
 
+    def seals(self, block_ids) -> list[object | None]:
+        """Return the seals of blocks: each request that writes into one makes a new one."""
+        return [self.seal.get(block_id) for block_id in block_ids]
+
     def num_free_blocks(self) -> int:
         """Return the number of free blocks."""
         return len(self.free)
@@ -59,6 +64,7 @@ class FakePool(BlockPins):
         """Let a request hold `shared` blocks and `num_blocks` free ones; return them in this order."""
         fresh = list(itertools.islice(self.free, num_blocks))
         assert len(fresh) == num_blocks, "the pool is too small for this test"
+        self.seal.update((block_id, object()) for block_id in fresh)
         block_ids = [*shared, *fresh]
         self.pin(block_ids)
         self.request_references.update(block_ids)

@@ -22,7 +22,8 @@ def begin(home, *, turn, ids, now_s=0.0, key=KEY, **changes):
         "idempotency_key": f"k{turn}",
         "prompt_ids": packed(ids),
         "fingerprint": "model-1",
-        "want_ticket": True,
+        "route": "fetch",
+        "prefill_urls": ["http://p"],
     }
     return home.handle("begin", arg | changes, now_s=now_s)
 
@@ -52,7 +53,7 @@ def settle(home, nonce, ids, *, now_s=0.0, **changes):
 def run_turn(home, pool, *, turn, ids, now_s=0.0, key=KEY):
     """Run one whole turn; return what settle returned."""
     assert "error" not in home.handle("load", {**key, "turn": turn}, now_s=now_s)
-    nonce = begin(home, turn=turn, ids=ids, now_s=now_s, key=key, want_ticket=False)["nonce"]
+    nonce = begin(home, turn=turn, ids=ids, now_s=now_s, key=key, route="prefill")["nonce"]
     run_request(home, pool, nonce, ids, now_s=now_s)
     return settle(home, nonce, ids, now_s=now_s)
 
@@ -146,7 +147,7 @@ def test_a_begin_that_fails_half_way_is_undone():
     with pytest.raises(RuntimeError):
         begin(home, turn=2, ids=some_ids(12))
     assert home.handle("get", KEY, now_s=0)["info"]["pool"]["pending_ticket_blocks"] == 0
-    assert begin(home, turn=2, ids=some_ids(12), want_ticket=False)["held_tokens"] == 9
+    assert begin(home, turn=2, ids=some_ids(12), route="prefill")["held_tokens"] == 9
 
 
 def test_a_turn_whose_conductor_died_is_taken_over():
@@ -243,7 +244,7 @@ def test_extend_release_and_end():
     ("op", "extra"),
     [
         ("load", {"turn": 2}),
-        ("begin", {"turn": 1, "prompt_ids": b"", "fingerprint": "", "want_ticket": True}),
+        ("begin", {"turn": 1, "prompt_ids": b"", "fingerprint": "", "route": "fetch"}),
         ("extend", {"ttl_s": 5}),
         ("release", {}),
         ("fork", {"child_id": "c"}),
@@ -272,6 +273,22 @@ def test_sessions_are_listed_by_tenant_or_all():
     assert (listed["tenant"], listed["is_running"]) == ("tenant-a", False)
     assert SessionInfo.from_json(listed["info"]).lease.num_tokens == 9
     assert len(home.handle("list", {}, now_s=0)["sessions"]) == 2
+
+
+def test_who_looks_sees_what_the_last_turn_did():
+    """Get and list tell the last turn's report, as it was given; none before a turn, nor behind a rewind."""
+    pool = FakePool()
+    home = make_home(pool)
+    home.handle("open", KEY, now_s=0)
+    assert home.handle("get", KEY, now_s=0)["last_report"] == b""
+    ids = some_ids(10)
+    nonce = begin(home, turn=1, ids=ids)["nonce"]
+    run_request(home, pool, nonce, ids)
+    settle(home, nonce, ids, report=b"fetched")
+    assert home.handle("get", KEY, now_s=0)["last_report"] == b"fetched"
+    assert home.handle("list", {}, now_s=0)["sessions"][0]["last_report"] == b"fetched"
+    home.handle("rewind", {**KEY, "turn": 0}, now_s=0)
+    assert home.handle("get", KEY, now_s=0)["last_report"] == b""
 
 
 def test_a_dropped_session_takes_its_lease_along():
@@ -422,7 +439,7 @@ def test_the_scheduler_sweeps_revokes_and_releases():
         ("abandon", {"nonce": "n", "return_ticket": None}, "return_ticket is missing"),
         (
             "begin",
-            KEY | {"turn": 1, "prompt_ids": b"12345", "fingerprint": "f", "want_ticket": True},
+            KEY | {"turn": 1, "prompt_ids": b"12345", "fingerprint": "f", "route": "fetch"},
             "prompt_ids has 5 bytes: give token ids as packed int32, 4 bytes each",
         ),
     ],

@@ -126,7 +126,7 @@ class Tables(RuleBasedStateMachine):
         """Begin a turn: all prompts agree for `num_common` tokens, and a session's own ones beyond."""
         own_ids = range(1000 * (SESSIONS.index(key) + 1), 1000 * (SESSIONS.index(key) + 1) + num_own)
         prompt = [*range(num_common), *own_ids]
-        lease = self.leases().get(key)
+        before = self.leases().get(key)
         nonce = f"n{self.num_begun}"
         self.num_begun += 1
         try:
@@ -135,6 +135,12 @@ class Tables(RuleBasedStateMachine):
             assert any(k == key and self.table.is_open(n) for n, (k, _) in self.turns.items())
             return None
         self.turns[nonce] = (key, prompt)
+        lease = self.leases().get(key)
+        if lease is not None and lease is not before:
+            assert want_ticket
+            assert begun.lease_reason in {"lease_expired", "lease_revoked"}
+            assert lease.fingerprint == fingerprint
+            self.verify_budgets()
         if begun.held_tokens:
             assert begun.held_tokens == lease.num_tokens
             assert begun.matched_tokens <= min(lease.num_tokens, len(prompt))
@@ -190,6 +196,10 @@ class Tables(RuleBasedStateMachine):
             return
         assert not self.table.is_open(nonce)
         assert info == self.table.info(self.turns[nonce][0], now_s=self.now_s)
+        self.verify_budgets()
+
+    def verify_budgets(self):
+        """Verify that no more is leased than the budgets allow."""
         leased = [(key[0], block_id) for key, lease in self.leases().items() for block_id in lease.block_ids]
         assert len({block_id for _, block_id in leased}) <= MAX_LEASED
         per_tenant = Counter(tenant for tenant, _ in set(leased))

@@ -520,6 +520,18 @@ def test_only_the_last_expired_tickets_are_remembered():
     assert table.counts.get(STALE_READS) == 1
 
 
+def test_a_late_note_does_not_hide_a_stale_read():
+    """A reader's note behind the deadline says nothing of time; the conductor's return still does."""
+    pool = FakePool()
+    table = make_table(pool, ticket_ttl_s=30, ticket_grace_s=5)
+    run_turn(table, pool, ALICE, some_ids(8), now_s=0, nonce="a", ttl_s=900)
+    ticket = begin(table, ALICE, some_ids(8), now_s=0, nonce="b").ticket
+    assert not table.return_ticket(ticket.ticket_id, now_s=40)
+    assert table.counts.get(STALE_READS) == 0
+    assert not table.return_ticket(ticket.ticket_id, now_s=41, read_age_s=1)
+    assert table.counts.get(STALE_READS) == 1
+
+
 def test_nothing_is_freed_under_an_open_ticket():
     """Release, expiry, revocation and forgetting leave a reader its blocks."""
     pool = FakePool(8)

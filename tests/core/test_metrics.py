@@ -22,7 +22,7 @@ def values(home, *, now_s):
 
 def run_turn(home, pool, *, turn, ids, now_s):
     """Run a turn with a ticket wanted, and leave it unsettled; return its nonce and ticket."""
-    arg = {"turn": turn, "prompt_ids": packed(ids), "fingerprint": "m", "want_ticket": True}
+    arg = {"turn": turn, "prompt_ids": packed(ids), "fingerprint": "m", "route": "fetch", "prefill_urls": ["http://p"]}
     begun = home.handle("begin", KEY | arg, now_s=now_s)
     block_ids = pool.take(-(-len(ids) // 4))
     home.finish(begun["nonce"], block_ids, len(ids), ids, now_s=now_s)

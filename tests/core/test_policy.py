@@ -133,7 +133,7 @@ def run_home_turn(home, pool, name, turn, *, now_s, ended_by, seed=0, ttl_s=60):
     """Run a turn of four blocks through the home's operations."""
     key, ids = {"tenant": "t", "session_id": name}, some_ids(16, seed=seed)
     home.handle("load", key | {"turn": turn}, now_s=now_s)
-    arg = {"turn": turn, "prompt_ids": packed(ids), "fingerprint": "m", "want_ticket": False}
+    arg = {"turn": turn, "prompt_ids": packed(ids), "fingerprint": "m", "route": "local"}
     nonce = home.handle("begin", key | arg, now_s=now_s)["nonce"]
     block_ids = pool.take(4)
     home.finish(nonce, block_ids, 16, ids, now_s=now_s)

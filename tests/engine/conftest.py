@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _stack_of(item: pytest.Item) -> tuple[int, int]:
     fixtures = getattr(item, "fixturenames", ())
-    index = next((index for index, name in enumerate(("keyed", "wide", "drawn"), 1) if name in fixtures), 0)
+    index = next((index for index, name in enumerate(("keyed", "wide", "clinic", "drawn"), 1) if name in fixtures), 0)
     params = item.callspec.params if hasattr(item, "callspec") else {}
     return index, params.get("block_size", 0)
 

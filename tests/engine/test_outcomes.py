@@ -5,7 +5,7 @@ import pytest
 from bidikv_sdk import BidiKV
 from server_ext.launch.tiny import TINY
 
-from .common import eventually
+from .common import BLOCK_SIZE, POOL_BLOCKS, eventually
 from .rig import Rig
 from .talk import Talk, words
 
@@ -27,11 +27,17 @@ def test_after_release(rig: Rig, talk: Talk) -> None:
 
 
 def test_after_expiry(rig: Rig, talk: Talk) -> None:
-    """A turn after its lease's end recomputes, and says that it came too late."""
+    """A turn after its lease's end is served from the whole blocks that nobody has used since, and says why not all."""
+    num_blocks = talk.last.lease["num_tokens"] // BLOCK_SIZE
     eventually(lambda: talk.lease()["state"] == "expired", "the lease's end")
-    said = talk.right_turn("And now?")
+    assert rig.pool()["free_blocks"] == POOL_BLOCKS
+    said = talk.fetched_turn("And now?", ttl_s=1.5)
+    assert (said.came, said.cache["held_tokens"]) == (("fetched", "lease_expired"), num_blocks * BLOCK_SIZE)
+    assert said.lease["reason"] is None
+    eventually(lambda: talk.lease()["state"] == "expired", "the second lease's end")
+    assert rig.decode.post("/reset_prefix_cache").json() == {"success": True}
+    said = talk.right_turn("And then?")
     assert (said.came, said.cache["held_tokens"]) == (("recomputed", "lease_expired"), 0)
-    talk.fetched_turn("And then?")
 
 
 def test_an_extension_keeps_a_lease_alive_and_cannot_bring_it_back(rig: Rig, talk: Talk) -> None:

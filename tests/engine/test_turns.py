@@ -39,7 +39,6 @@ def test_a_session_that_recomputes_everything_says_the_same(rig: Rig) -> None:
     ("route", "outcome", "reason"),
     [
         ("fetch", "fetched", "forced"),
-        ("auto", "fetched", "cheapest"),
         ("local", "local", "forced"),
         # P's own cache never hits here, so what P computes is all of it.
         ("prefill", "recomputed", "forced"),

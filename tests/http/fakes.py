@@ -17,6 +17,8 @@ import msgspec
 import pytest
 import vllm.plugins
 from fastapi import FastAPI
+from vllm.entrypoints.anthropic.api_router import attach_router as attach_stock_messages
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.api_router import attach_router as attach_stock_chat
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
@@ -34,6 +36,7 @@ from server_ext.core.home import Home
 from server_ext.core.settings import HomeSettings
 from server_ext.core.tickets import TICKET_ID_PREFIX, verify
 from server_ext.engine.settings import EngineSettings
+from server_ext.http import messages_route
 from server_ext.http.conductor import Conductor
 from server_ext.http.plugin import BidiKVPlugin
 from tests.core.fakes import FakePool
@@ -49,8 +52,8 @@ MODEL = "tiny"
 
 
 def make_settings(**changes: Any) -> EngineSettings:
-    """Return D's settings: one P, no minimum for a ticket."""
-    home = HomeSettings(budget_fraction=1.0, min_fetch_tokens=1)
+    """Return D's settings: one P, fetches where the caller says nothing, no minimum for a ticket."""
+    home = HomeSettings(budget_fraction=1.0, min_fetch_tokens=1, default_route="fetch")
     values = {
         "role": "decode",
         "secret": SECRET,
@@ -100,6 +103,7 @@ class FakePrefillNode:
             "remote_request_id": "r",
             "remote_host": "127.0.0.1",
             "remote_port": 5600,
+            "remote_prefill_cached_tokens": 0,  # vLLM's own word for what P reused
             "bidikv": report,
         }
         return {"kv_transfer_params": params | changes}
@@ -112,6 +116,7 @@ class Script:
     - `text` or `token_ids`: of the reply; the end-of-turn token follows unless `is_cut`.
     - `fail_after`: raise `error` after so many tokens.
     - `pause_after`: wait for `gate` after so many tokens.
+    - `num_cached_tokens`: of the prompt, before it read anything from P; and whether that read fails.
     """
 
     text: str = "Hello there."
@@ -121,6 +126,8 @@ class Script:
     error: Exception = field(default_factory=lambda: RuntimeError("the engine broke"))
     pause_after: int | None = None
     gate: asyncio.Event = field(default_factory=asyncio.Event)
+    num_cached_tokens: int = 0
+    is_read_failing: bool = False
 
 
 class FakeEngine:
@@ -195,6 +202,7 @@ class FakeEngine:
         said = said if script.is_cut else [*said, EOS_ID]
         core_request = EngineCoreRequest(request_id, list(prompt_ids), None, params, None, 0.0, None, None, None)
         detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, core_request)
+        reads = "kv_transfer_params" in (params.extra_args or {}) and not script.is_read_failing
         is_delta, ids = params.output_kind == RequestOutputKind.DELTA, []
         try:
             for i, token_id in enumerate(said):
@@ -218,7 +226,7 @@ class FakeEngine:
                         None,
                         [piece],
                         is_last,
-                        num_cached_tokens=0,
+                        num_cached_tokens=len(prompt_ids) if reads else script.num_cached_tokens,
                         kv_transfer_params={"remote_host": "a secret host"} if is_last else None,
                     )
                 if is_last:
@@ -263,6 +271,7 @@ class Stack:
             app.state.args = SimpleNamespace(log_error_stack=False)
             init_exception_handler(app)
             attach_stock_chat(app)
+            attach_stock_messages(app)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(vllm.plugins, "load_endpoint_plugins", lambda tasks: [BidiKVPlugin()])
             attach_endpoint_plugins(self.app, ("generate",))
@@ -272,18 +281,18 @@ class Stack:
         """Build the conductor anew."""
         online = make_online_renderer(self._vllm_config, self._renderer)
         models = OpenAIServingModels(self.engine, [BaseModelPath(MODEL, MODEL)])
-        serving = OpenAIServingChat(
-            self.engine,
-            models,
-            "assistant",
-            online_renderer=online,
-            request_logger=None,
-            chat_template=None,
-            chat_template_content_format="auto",
-            enable_auto_tools=True,
-            tool_parser="hermes",
-        )
-        self.app.state.openai_serving_chat = self.stock.state.openai_serving_chat = serving
+        options = {
+            "online_renderer": online,
+            "request_logger": None,
+            "chat_template": None,
+            "chat_template_content_format": "auto",
+            "enable_auto_tools": True,
+            "tool_parser": "hermes",
+        }
+        serving = OpenAIServingChat(self.engine, models, "assistant", **options)
+        for app in (self.app, self.stock):
+            app.state.openai_serving_chat = serving
+            app.state.anthropic_serving_messages = AnthropicServingMessages(self.engine, models, "assistant", **options)
         self.app.state.bidikv_conductor = Conductor(
             self.engine,
             serving,
@@ -291,6 +300,7 @@ class Stack:
             has_keys=has_keys,
             prefill_transport=httpx.MockTransport(self.p),
         )
+        messages_route.attach(self.app.state)
 
     def run(self, scenario: Callable[[httpx.AsyncClient], Any], *, app: FastAPI | None = None) -> Any:
         """Run a scenario with an HTTP client, and let what it left behind finish."""

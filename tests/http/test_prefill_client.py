@@ -56,7 +56,7 @@ def test_a_good_answer():
         None,
     )
     assert prefilled.params["remote_block_ids"] == [[0, 1, 2, 3]]
-    assert "bidikv" not in prefilled.params
+    assert prefilled.params.keys() & {"bidikv", "remote_prefill_cached_tokens"} == set()
     assert p.calls == [{"token_ids": list(range(100)), "kv_transfer_params": TICKET, "cache_salt": "salt"}]
     assert str(seen[0].url) == f"http://p1{PREFILL_PATH}"
     assert seen[0].headers["authorization"] == f"Bearer {prefill_token(SECRET)}"

@@ -61,6 +61,22 @@ def test_open_look_list_end(stack):
     stack.run(scenario)
 
 
+def test_who_looks_sees_what_the_last_turn_did(stack):
+    """Get and list carry the report of the last turn; other replies do not."""
+
+    async def scenario(client):
+        told = info_of(await client.post("/v1/sessions/s/turns", json=turn_body(1)))
+        assert told.last_turn is None
+        seen = await state_of(client)
+        assert seen.cache is None
+        assert (seen.last_turn.outcome, seen.last_turn.reason) == (told.cache.outcome, told.cache.reason)
+        assert seen.last_turn.prompt_tokens == told.cache.prompt_tokens
+        assert sessions_from_json((await client.get("/v1/sessions")).json())[0].last_turn == seen.last_turn
+        assert info_of(await client.post("/v1/sessions/s/extend", json={})).last_turn is None
+
+    stack.run(scenario)
+
+
 def test_open_with_a_history(stack):
     """The next turn is rendered from the given history, and the report says that its home was lost."""
 
@@ -279,7 +295,6 @@ def test_no_reply_says_where_blocks_lie(stack, stream):
 @pytest.mark.parametrize(
     ("route", "asked", "ticket", "reason"),
     [
-        ("auto", 2, True, "cheapest"),
         ("fetch", 2, True, "forced"),
         ("prefill", 2, False, "forced"),
         ("recompute", 2, False, "forced"),
@@ -352,6 +367,26 @@ def test_a_retry_that_overtakes_its_first_try_gets_the_stored_reply(stack):
         assert (await slow).json()["choices"] == done.json()["choices"]
         assert len(stack.engine.requests) == 1
         assert (await state_of(client)).turn == 1
+
+    stack.run(scenario)
+
+
+@pytest.mark.parametrize(("num_cached", "outcome"), [(32, "local"), (0, "recomputed")])
+def test_what_d_could_not_read_from_p_is_told(stack, num_cached, outcome):
+    """The report says what D did with the prompt, not what P had done for nothing; so does the usage."""
+
+    async def scenario(client):
+        await run_turn(client, 1, "A text that is long enough for a block or two. " * 4)
+        stack.engine.script.is_read_failing = True
+        stack.engine.script.num_cached_tokens = num_cached
+        reply = await run_turn(client, 2)
+        cache = info_of(reply).cache
+        assert (cache.outcome, cache.reason) == (outcome, "read_failed")
+        assert (cache.reused_tokens, cache.fetched_tokens) == (num_cached, 0)
+        assert cache.computed_tokens == cache.prompt_tokens - num_cached
+        assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == num_cached
+        stack.engine.script = Script()
+        assert info_of(await run_turn(client, 3)).cache.outcome == "fetched"
 
     stack.run(scenario)
 

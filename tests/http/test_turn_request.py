@@ -143,9 +143,9 @@ def test_defaults():
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_auto_is_no_route_of_its_own(route):
-    """`auto` and absent are the same; others are forced."""
-    assert parse(bidikv={"protocol": 1, "route": route}).route == (None if route == "auto" else route)
+def test_a_route_is_taken_as_it_is_asked_for(route):
+    """Every way can be asked for, and `auto` too, whatever the server's setting says."""
+    assert parse(bidikv={"protocol": 1, "route": route}).route == route
 
 
 def test_chat_parameters_pass_through():

@@ -88,7 +88,8 @@ class Harness:
         """Begin a turn; an unknown session is opened."""
         number = {"session_id": session_id, "turn": turn, "idempotency_key": f"{session_id}{turn}"}
         self.control("load", **number)
-        return self.control("begin", **number, prompt_ids=array("i", prompt_ids).tobytes(), want_ticket=want_ticket)
+        way = {"route": "fetch" if want_ticket else "local", "prefill_urls": ["http://p"]}
+        return self.control("begin", **number, **way, prompt_ids=array("i", prompt_ids).tobytes())
 
     def settle(self, begun: dict[str, Any], token_ids: Iterable[int], **arg: Any) -> dict[str, Any]:
         """Settle a turn with all of its tokens."""
@@ -110,8 +111,11 @@ class Harness:
         """Schedule one step, without an answer yet."""
         return self.scheduler.schedule()
 
-    def answer(self, step: Any, token_id: int = 1, **transfer: Any) -> None:
-        """Answer a step: `token_id` for each request that samples; `transfer` is of KVConnectorOutput."""
+    def answer(self, step: Any, token_id: int = 1, **transfer: Any) -> list[Any]:
+        """Answer a step: `token_id` for each request that samples; `transfer` is of KVConnectorOutput.
+
+        Returns what goes to the API server for each request that has something.
+        """
         req_ids = list(step.num_scheduled_tokens)
         sampled = []
         for req_id in req_ids:
@@ -124,7 +128,8 @@ class Harness:
             sampled_token_ids=sampled,
             kv_connector_output=KVConnectorOutput(**transfer) if transfer else None,
         )
-        self.scheduler.update_from_output(step, output)
+        outputs = self.scheduler.update_from_output(step, output)
+        return [told for client in outputs.values() for told in client.outputs]
 
     def run(self, request: Request, token_id: int = 1) -> None:
         """Run steps until a request has finished."""

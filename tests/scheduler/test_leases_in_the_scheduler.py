@@ -82,6 +82,25 @@ def test_a_read_from_p_that_fails_is_computed_on_d(make_harness):
     assert d.settle(begun, list(request.all_token_ids))["lease"]["num_tokens"] == 41
 
 
+@pytest.mark.parametrize("num_cached", [0, BLOCK_SIZE], ids=["nothing", "a block"])
+@pytest.mark.parametrize("fails", [False, True], ids=["read", "failed"])
+def test_vllm_tells_what_d_has_read(make_harness, num_cached, fails):
+    """With the first token comes how much of the prompt was there: all of it, or, where the read failed, D's own part.
+
+    The conductor's report relies on it.
+    """
+    d = make_harness("decode", num_blocks=20)
+    if num_cached:
+        d.run(d.add("before", ids(num_cached + 1), max_tokens=1))
+    d.add("r", ids(40), transfer=FROM_P, max_tokens=2)
+    step = d.step()
+    (blocks,) = d.scheduler.kv_cache_manager.get_block_ids("r")
+    unread = set(blocks[num_cached // BLOCK_SIZE :])
+    d.answer(step, finished_recving={"r"}, **({"failed_recving": {"r"}, "invalid_block_ids": unread} if fails else {}))
+    (output,) = d.answer(d.step())
+    assert output.prefill_stats.num_cached_tokens == (num_cached if fails else 40)
+
+
 def test_parameters_that_nobody_signed_are_ignored(make_harness):
     """A client's own transfer parameters never make D read from anywhere."""
     d = make_harness("decode", num_blocks=20)
@@ -148,7 +167,7 @@ def test_a_request_that_cannot_be_helped_costs_no_lease(make_harness):
 
 def test_a_request_does_not_revoke_the_prefix_that_it_hits(make_harness):
     """A session's own turn uses its leased blocks; the room for its tail comes from others."""
-    d = make_harness("decode", num_blocks=8, budget_fraction=1.0)
+    d = make_harness("decode", num_blocks=8, budget_fraction=1.0, revocation="least_remaining")
     mine, others = ids(4 * BLOCK_SIZE - 2), ids(4 * BLOCK_SIZE - 2, 5000)
     d.lease(others, "others")
     d.control("extend", session_id="others", ttl_s=600)  # mine would be the first to go

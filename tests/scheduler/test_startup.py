@@ -105,6 +105,35 @@ def test_a_bad_setting_is_refused_by_name(tmp_path, settings, named):
         EngineSettings.from_mapping(settings)
 
 
+@pytest.mark.parametrize(
+    ("url", "is_good"),
+    [
+        ("http://10.0.0.1:8000", True),
+        ("https://p.example/pool/", True),
+        ("http://[::1]:8000", True),
+        ("http://[", False),
+        ("http://", False),
+        ("http://:8000", False),
+        ("http://p.example:80000", False),
+        ("http://p.example:port", False),
+        ("http://p example", False),
+        ("http://p.example?x=1", False),
+        ("http://\u00e9_\u00fc", False),
+        ("ftp://p.example", False),
+        (7, False),
+    ],
+)
+def test_a_prefill_url_that_cannot_be_called_is_refused(tmp_path, url, is_good):
+    """What looks like a URL and is none stops the start, not every turn after it."""
+    (tmp_path / "secret").write_bytes(SECRET)
+    settings = {"role": "decode", "secret_file": str(tmp_path / "secret"), "prefill_urls": [url]}
+    if is_good:
+        assert EngineSettings.from_mapping(settings).prefill_urls == (url.rstrip("/"),)
+    else:
+        with pytest.raises(ValueError, match="prefill_urls"):
+            EngineSettings.from_mapping(settings)
+
+
 def test_an_engine_without_our_connector_says_so():
     """A control call to a stock engine is an error with the fix, not an attribute error."""
     reply = control.dispatch(None, "get", {})

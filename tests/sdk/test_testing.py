@@ -138,3 +138,12 @@ async def test_the_manual_clock_sleeps_in_no_time():
     clock.sleep(3)
     await clock.sleep_async(4)
     assert (clock.now_s(), clock.slept_s) == (7.0, [3, 4])
+
+
+def test_who_looks_sees_what_the_last_turn_did(server):
+    """The double tells of the last turn where a real server does: in the replies to get and list."""
+    with server.client() as client, client.session() as session:
+        turn = session.send("Hi")
+        assert session.status().last_turn == turn.cache
+        assert [info.last_turn for info in client.sessions()] == [turn.cache]
+        assert session.release().last_turn is None

@@ -48,6 +48,7 @@ infos = st.builds(
     cache=st.none() | reports,
     pool=st.builds(PoolInfo, free_blocks=counts, total_blocks=counts, pending_ticket_blocks=counts),
     protocol=st.just(wire.PROTOCOL),
+    last_turn=st.none() | reports,
 )
 errors = st.builds(
     ErrorInfo,
@@ -82,12 +83,19 @@ def test_error_info_survives_the_wire(error):
 def test_json_has_the_documented_fields():
     """Every field is written, also where it is null, because a reader may ask for it."""
     data = make_info().to_json()
-    assert set(data) == {"protocol", "session", "turn", "lease", "cache", "pool"}
+    assert set(data) == {"protocol", "session", "turn", "lease", "cache", "pool", "last_turn"}
     assert set(data["lease"]) == {"state", "remaining_s", "num_tokens", "num_blocks", "reason"}
     assert set(data["cache"]["timings_s"]) == {
         "render", "begin", "prefill", "fetch", "handover", "settle", "ttft",
     }  # fmt: skip
     assert data["protocol"] == wire.PROTOCOL == 1
+
+
+def test_an_older_peer_says_nothing_of_the_last_turn():
+    """A server from before there was `last_turn` is understood."""
+    data = make_info().to_json()
+    del data["last_turn"]
+    assert SessionInfo.from_json(data) == make_info()
 
 
 def test_unknown_fields_of_a_newer_peer_are_ignored():

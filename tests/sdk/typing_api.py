@@ -3,6 +3,8 @@
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import httpx
+import httpx2
 from typing_extensions import assert_type
 
 from bidikv_sdk import (
@@ -15,6 +17,8 @@ from bidikv_sdk import (
     CapacityExceeded,
     ChatCompletion,
     ChatCompletionChunk,
+    CurrentHold,
+    CurrentSession,
     LeaseHold,
     LeaseInfo,
     PoolInfo,
@@ -23,9 +27,13 @@ from bidikv_sdk import (
     StreamInterrupted,
     Turn,
     TurnStream,
+    active_session,
+    async_session_transport,
+    current_session,
+    session_transport,
 )
 from bidikv_sdk.prefix import common_prefix_length, num_blocks
-from bidikv_sdk.testing import FakeServer
+from bidikv_sdk.testing import FakeServer, ManualClock
 from bidikv_sdk.wire import LeaseState, Outcome, Reason
 
 
@@ -130,3 +138,25 @@ def check_testing_and_prefix() -> None:
     server.fail("no_such_code")  # type: ignore[arg-type]
     assert_type(common_prefix_length(b"", [1]), int)
     assert_type(num_blocks(3, 2), int)
+
+
+async def check_stock_clients() -> None:
+    """Check what stock clients are given, and the session that is current."""
+    assert_type(session_transport(httpx2), httpx2.BaseTransport)
+    assert_type(async_session_transport(httpx2), httpx2.AsyncBaseTransport)
+    httpx.Client(transport=session_transport(httpx, httpx.HTTPTransport()))
+    httpx2.AsyncClient(transport=async_session_transport(httpx2, httpx2.AsyncHTTPTransport(), clock=ManualClock()))
+    httpx.Client(transport=session_transport(httpx2))  # type: ignore[arg-type]
+    with current_session("s", on_exit="release") as session:
+        assert_type(session, CurrentSession)
+        assert_type(session.cache, CacheReport | None)
+        with session.hold(ttl_s=3) as hold:
+            assert_type(hold, CurrentHold)
+        async with session.hold() as hold:
+            assert_type(hold.lost, bool)
+        async with session.fork("t") as child:
+            assert_type(child, CurrentSession)
+        assert_type(session.release(), SessionInfo | None)
+        assert_type(await session.end_async(), SessionInfo | None)
+    assert_type(active_session(), CurrentSession | None)
+    current_session(on_exit="drop")  # type: ignore[arg-type]

@@ -1,0 +1,297 @@
+"""The simulator against two real engines: the same sessions, the same seed, and rates measured before.
+
+It starts one P and one D with SmolLM2, measures their rates as `bidikv rates` does, replays planned sessions on them
+several at a time, simulates the same plan with the measured rates, and prints both sides. Nothing of the replay goes
+into the rates. P's own prefix cache never hits here, so that turns fetch all of their history; leases live shorter
+than some gaps, so that turns also lose it.
+
+    python bench/simulated_vs_real.py [--seeds 1,2] [--json docs/simulate.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import httpx
+import numpy as np
+from rich.console import Console
+
+from bench._machine import versions
+from bidikv_sdk import AsyncBidiKV
+from server_ext.analysis.hardware import find_model
+from server_ext.analysis.memory import make_settings
+from server_ext.cli._measure import Measurement, say, words
+from server_ext.launch.command import StackConfig
+from server_ext.launch.model import SMOLLM2, ensure_smollm2
+from server_ext.launch.stack import ensure_secret, free_ports, running_stack
+from server_ext.simulation.fit import Shape, fit_rates
+from server_ext.simulation.fleet import Fleet, FleetConfig
+from server_ext.traffic import SMALL, LogNormal, PlannedSession, generate
+
+if TYPE_CHECKING:
+    from server_ext.simulation.rates import FleetRates
+    from server_ext.simulation.results import Results
+
+OUT: Final = Path(__file__).resolve().parents[1] / "out"
+TTL_S: Final = 6.0
+MAX_GAP_S: Final = 40.0
+MIN_DELTA_TOKENS: Final = 40
+LONGEST_TOKENS: Final = 1500
+CONTEXT_TOKENS: Final = 4096
+STEP_TOKENS: Final = 256
+# Shorter than `SMALL`, for a plan must end within minutes where a core computes 150 tokens a second.
+WORKLOAD: Final = replace(
+    SMALL,
+    num_turns=LogNormal(8, 0.4),
+    system_tokens=128,
+    first=LogNormal(400, 0.5),
+    output=LogNormal(20, 0.5),
+    compaction_share=0,
+    early_edit_share=0,
+    late_edit_share=0,
+    max_context_tokens=3_000,
+)
+
+console = Console(highlight=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A turn on real engines."""
+
+    turn: int
+    outcome: str
+    reason: str
+    prompt_tokens: int
+    planned_tokens: int
+    ttft_s: float
+    token_s: float
+
+
+def main() -> int:
+    """Run everything and return the exit status: 1 where the two sides are too far apart."""
+    args = arguments()
+    state_dir = OUT / "simulated-stack"
+    model = str(ensure_smollm2(console.print))
+    prefill, decode = free_ports()
+    config = StackConfig(
+        model=model,
+        served_name=SMOLLM2,
+        prefill=prefill,
+        decode=decode,
+        secret_file=ensure_secret(state_dir),
+        fresh_prefill_salt=True,
+        max_model_len=CONTEXT_TOKENS,
+        settings={"default_ttl_s": TTL_S, "budget_fraction": 1.0},
+    )
+    with running_stack(
+        config, state_dir, lambda p: console.print(f"{p.elapsed_s:5.0f} s  {p.role:8} {p.stage}")
+    ) as stack:
+        rates, runs, raw = asyncio.run(measure(stack.url, model, args))
+    report = {
+        "versions": versions(),
+        "ttl_s": TTL_S,
+        "workload": asdict(WORKLOAD),
+        "rates": rates.to_json(),
+        "samples": raw,
+        "runs": runs,
+    }
+    path = Path(args.json)
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    for run in runs:
+        console.print(markdown(run))
+    console.print(f"all numbers: {path}")
+    return 0 if all(run["is_close"] for run in runs) else 1
+
+
+def arguments() -> argparse.Namespace:
+    """Return the command line's options."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--seeds", default="1,2", help="one plan each")
+    parser.add_argument("--sessions", type=int, default=10, help="of a plan")
+    parser.add_argument("--concurrent", type=float, default=3.0, help="sessions at a time, about")
+    parser.add_argument("--json", default=str(OUT / "simulated_vs_real.json"))
+    return parser.parse_args()
+
+
+async def measure(url: str, model: str, args: argparse.Namespace) -> tuple[FleetRates, list[Any], dict[str, Any]]:
+    """Return the rates, both sides of every plan, and the samples of the rates."""
+    async with (
+        httpx.AsyncClient(trust_env=False, timeout=600) as http_client,
+        AsyncBidiKV(f"{url}/v1", http_client=http_client) as client,
+    ):
+        measured = Measurement(client, LONGEST_TOKENS, 1, lambda text: console.print(f"rates: {text}"))
+        await measured.run()
+        pool_tokens = measured.said[-1].pool.total_blocks * measured.block_size
+        shape = Shape(
+            model="smollm2-135m",
+            source=f"measured with prompts of up to {LONGEST_TOKENS} tokens",
+            kv_bytes_per_token=find_model(model).kv_bytes_per_token,
+            max_context_tokens=CONTEXT_TOKENS,
+            pool_tokens=pool_tokens,
+            step_tokens=STEP_TOKENS,
+        )
+        rates = fit_rates(shape, measured.turns, measured.decodes)
+        console.print(rates.to_json())
+        overheads = await overhead(client)
+        runs = []
+        for seed in map(int, args.seeds.split(",")):
+            plan = planned(args, seed, rates)
+            num_turns = sum(len(session.turns) for session in plan)
+            console.print(f"seed {seed}: {len(plan)} sessions, {num_turns} turns")
+            started_s = time.perf_counter()
+            rows = await replay(client, plan, overheads)
+            took_s = time.perf_counter() - started_s
+            runs.append(compare(seed, plan, rows, simulated(rates, plan), took_s))
+    return rates, runs, measured.raw()
+
+
+async def overhead(client: AsyncBidiKV) -> tuple[int, int]:
+    """Return how many tokens a first and a later turn have beside their words."""
+    async with client.session() as session:
+        first = await say(session, words(100), num_tokens=4, route="local")
+        later = await say(session, words(100), num_tokens=4, route="local")
+    grown = later.cache.prompt_tokens - first.cache.prompt_tokens - 4
+    return first.cache.prompt_tokens - 100, grown - 100
+
+
+def planned(args: argparse.Namespace, seed: int, rates: FleetRates) -> list[PlannedSession]:
+    """Return the sessions of a seed, with gaps that end within minutes and deltas that a chat template can have."""
+    sample = list(generate(WORKLOAD, 100, seed=seed + 1000, rate_per_s=None))
+    turns = [turn for session in sample for turn in session.turns]
+    busy_s = sum(min(turn.gap_s, MAX_GAP_S) + turn.output_tokens * rates.decode_step_s + 1.5 for turn in turns)
+    rate_per_s = args.concurrent / (busy_s / len(sample))
+    plan = []
+    for session in generate(WORKLOAD, args.sessions, seed=seed, rate_per_s=rate_per_s):
+        limited = tuple(
+            replace(
+                turn,
+                gap_s=min(turn.gap_s, MAX_GAP_S),
+                delta_tokens=max(turn.delta_tokens, MIN_DELTA_TOKENS),
+                output_tokens=max(turn.output_tokens, 4),
+            )
+            for turn in session.turns
+        )
+        plan.append(PlannedSession(session.start_s, limited))
+    return plan
+
+
+async def replay(client: AsyncBidiKV, plan: list[PlannedSession], overheads: tuple[int, int]) -> list[Row]:
+    """Run the sessions on the engines, each beginning when planned, and return their turns as they end."""
+    rows: list[Row] = []
+
+    async def run(session: PlannedSession) -> None:
+        await asyncio.sleep(session.start_s)
+        # Not ended: as in the simulation, a lease runs out by itself.
+        live = client.session()
+        history = 0
+        for number, turn in enumerate(session.turns, 1):
+            await asyncio.sleep(turn.gap_s)
+            num_words = max(1, turn.delta_tokens - overheads[number > 1])
+            said = await say(live, words(num_words), num_tokens=turn.output_tokens, route=None)
+            cache = said.cache
+            expected = history + turn.delta_tokens
+            history = expected + turn.output_tokens
+            rows.append(
+                Row(
+                    number,
+                    cache.outcome,
+                    cache.reason,
+                    cache.prompt_tokens,
+                    expected,
+                    cache.timings_s.ttft or float("nan"),
+                    said.token_s,
+                )
+            )
+            console.print(
+                f"  turn {number:2} {cache.outcome:10} {cache.reason:14} {cache.prompt_tokens:5} of {expected:5} "
+                f"{rows[-1].ttft_s:7.3f} s"
+            )
+
+    await asyncio.gather(*(run(session) for session in plan))
+    return rows
+
+
+def simulated(rates: FleetRates, plan: list[PlannedSession]) -> Results:
+    """Simulate the plan."""
+    fleet = Fleet(
+        FleetConfig(
+            num_prefill=1,
+            num_decode=1,
+            rates=rates,
+            settings=make_settings(1.0, TTL_S),
+            route="fetch",
+            has_prefill_cache=False,
+            chunk_tokens=16,
+        )
+    )
+    return fleet.run(iter(plan))
+
+
+def compare(seed: int, plan: list[PlannedSession], rows: list[Row], sim: Results, took_s: float) -> dict[str, Any]:
+    """Return both sides of a plan, and whether they are close: 15 % in p50 and p95, 3 points in outcomes."""
+    real: dict[str, Any] = {}
+    for name, chosen in (("first", [r for r in rows if r.turn == 1]), ("later", [r for r in rows if r.turn > 1])):
+        seconds = [row.ttft_s for row in chosen]
+        real[f"{name}_ttft_s"] = {
+            p: float(np.quantile(seconds, q)) for p, q in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
+        }
+    later = [row for row in rows if row.turn > 1]
+    real["outcomes"] = {name: share(later, "outcome", name) for name in sorted({row.outcome for row in later})}
+    real["reasons"] = {name: share(later, "reason", name) for name in sorted({row.reason for row in later})}
+    real["token_s"] = {"p50": float(np.median([row.token_s for row in rows]))}
+    assert sim.later_ttft_s is not None  # noqa: S101 (there are such turns)
+    errors = {p: sim.later_ttft_s[p] / real["later_ttft_s"][p] - 1 for p in ("p50", "p95")}
+    names = {*real["outcomes"], *sim.outcomes}
+    points = max(abs(real["outcomes"].get(name, 0.0) - sim.outcomes.get(name, 0.0)) for name in names)
+    return {
+        "seed": seed,
+        "num_sessions": len(plan),
+        "num_turns": len(rows),
+        "took_s": took_s,
+        "real": real,
+        "simulated": sim.to_json(),
+        "errors": errors,
+        "outcome_points": 100 * points,
+        "is_close": all(abs(error) <= 0.15 for error in errors.values()) and points <= 0.03,
+        "turns": [asdict(row) for row in rows],
+    }
+
+
+def share(rows: list[Row], name: str, value: str) -> float:
+    """Return the part of the rows that have this value."""
+    return sum(1 for row in rows if getattr(row, name) == value) / len(rows)
+
+
+def markdown(run: dict[str, Any]) -> str:
+    """Return both sides as a table."""
+    real, sim = run["real"], run["simulated"]
+    lines = [
+        f"seed {run['seed']}: {run['num_sessions']} sessions, {run['num_turns']} turns",
+        "",
+        "| | real | simulated | |",
+        "|---|---|---|---|",
+    ]
+    for name, key in (("first turns", "first_ttft_s"), ("later turns", "later_ttft_s")):
+        for p in ("p50", "p95"):
+            a, b = real[key][p], sim[key][p]
+            lines.append(f"| TTFT of {name}, {p} | {a:.3f} s | {b:.3f} s | {b / a - 1:+.1%} |")
+    a, b = real["token_s"]["p50"], sim["token_s"]["p50"]
+    lines.append(f"| per token of the answer, p50 | {a * 1e3:.1f} ms | {b * 1e3:.1f} ms | {b / a - 1:+.1%} |")
+    for kind in ("outcomes", "reasons"):
+        for name in sorted({*real[kind], *sim[kind]}):
+            a, b = real[kind].get(name, 0.0), sim[kind].get(name, 0.0)
+            lines.append(f"| {name} | {a:.1%} | {b:.1%} | {100 * (b - a):+.1f} points |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

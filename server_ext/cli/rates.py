@@ -1,0 +1,171 @@
+"""`bidikv rates`: measures what prefill, fetch, hand-over and decode take on running engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from server_ext.analysis.hardware import Model
+    from server_ext.cli._measure import Measurement
+    from server_ext.simulation.rates import FleetRates
+
+_STDOUT = "-"
+_DEFAULT_LONGEST = 2048
+
+
+def rates(
+    url: Annotated[str | None, typer.Option(help="Base URL of a decode engine (default: that of `bidikv up`).")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="BIDIKV_API_KEY", help="Where the engine asks for one.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A known model, or a config.json (default: the engine's, if it is a folder here)."),
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Longest prompt (default: half of the context, at most 2048).", min=100)
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="How often each point is measured.", min=1)] = 1,
+    step_tokens: Annotated[
+        int, typer.Option(help="D's max_num_batched_tokens, for turns that D computes itself.", min=1)
+    ] = 8192,
+    out: Annotated[str, typer.Option(help="Where to write the rates; - prints them alone.")] = "rates.json",
+) -> None:
+    """Measure your own engines, for `simulate --rates` and `analyze --rates`. They must be idle otherwise."""
+    from bidikv_sdk import BidiKVError
+
+    try:
+        import server_ext.simulation.fit  # noqa: F401 (whether it can be imported)
+    except ModuleNotFoundError as error:
+        if error.name not in {"numpy", "msgspec", "simpy"}:
+            raise
+        _fail(f"rates needs {error.name}: pip install 'bidikv-sdk[analyze]'")
+    base_url = _base_url(url)
+    try:
+        found, raw = asyncio.run(_measure(base_url, api_key, model, max_tokens, repeats, step_tokens))
+    except (BidiKVError, ValueError) as error:
+        _fail(str(error))
+    text = json.dumps({**found.to_json(), "samples": raw}, indent=1)
+    if out == _STDOUT:
+        typer.echo(text)
+        return
+    try:
+        Path(out).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        _fail(f"{out} cannot be written: {error.strerror}")
+    _show(found)
+    typer.echo(f"wrote {out}", err=True)
+
+
+def _base_url(url: str | None) -> str:
+    if url is None:
+        from server_ext.launch.stack import default_state_dir
+        from server_ext.launch.state import read_state
+
+        state = read_state(default_state_dir())
+        if state is None or not state.url:
+            _fail("no stack is running: start one with `bidikv up`, or give --url")
+        url = state.url
+    url = url.rstrip("/")
+    return url if url.endswith("/v1") else url + "/v1"
+
+
+async def _measure(
+    base_url: str,
+    api_key: str | None,
+    model: str | None,
+    max_tokens: int | None,
+    repeats: int,
+    step_tokens: int,
+) -> tuple[FleetRates, dict[str, Any]]:
+    from bidikv_sdk import AsyncBidiKV
+    from server_ext.cli._measure import Measurement
+    from server_ext.simulation.fit import Shape, fit_rates
+
+    card = await _model_card(base_url, api_key)
+    constants = _find_model(model, card)
+    context = int(card.get("max_model_len") or constants.max_context_tokens)
+    longest = max_tokens or min(context // 2, _DEFAULT_LONGEST)
+    if longest > context - 256:
+        msg = f"--max-tokens {longest} does not fit into the context of {context}: give at most {context - 256}"
+        raise ValueError(msg)
+    async with AsyncBidiKV(base_url, api_key=api_key) as client:
+        measured = Measurement(client, longest, repeats, _say)
+        await measured.run()
+    shape = Shape(
+        model=constants.name,
+        source=f"measured with prompts of up to {longest} tokens",
+        kv_bytes_per_token=constants.kv_bytes_per_token,
+        max_context_tokens=context,
+        pool_tokens=_pool_tokens(measured),
+        step_tokens=step_tokens,
+    )
+    return fit_rates(shape, measured.turns, measured.decodes), measured.raw()
+
+
+async def _model_card(base_url: str, api_key: str | None) -> dict[str, Any]:
+    import httpx
+
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        # As the SDK: what the environment says of proxies holds for engines elsewhere.
+        async with httpx.AsyncClient(headers=headers, timeout=10) as http:
+            reply = await http.get(base_url + "/models")
+            reply.raise_for_status()
+            card = reply.json()["data"][0]
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        msg = f"{base_url}/models does not answer as vLLM does ({type(error).__name__}: {error}); is --url right?"
+        raise ValueError(msg) from error
+    if not isinstance(card, dict):
+        msg = f"{base_url}/models names no model"
+        raise ValueError(msg)  # noqa: TRY004 (one error for all that the server may say)
+    return card
+
+
+def _find_model(text: str | None, card: dict[str, Any]) -> Model:
+    from server_ext.analysis.hardware import UnknownHardware, find_model
+
+    name = text if text is not None else str(card.get("root") or card.get("id"))
+    try:
+        return find_model(name)
+    except UnknownHardware as error:
+        if text is not None or "id" not in card:
+            raise
+        try:
+            return find_model(str(card["id"]))
+        except UnknownHardware:
+            msg = f"the engine's model {name!r} is neither known nor a folder here: give its config.json as --model"
+            raise ValueError(msg) from error
+
+
+def _pool_tokens(measured: Measurement) -> int:
+    block_size = measured.block_size
+    if not block_size:
+        msg = "no lease was granted, so the size of the cache is not known: raise the server's budget_fraction"
+        raise ValueError(msg)
+    return measured.said[-1].pool.total_blocks * block_size
+
+
+def _show(found: FleetRates) -> None:
+    typer.echo(
+        f"{found.model}: a pool of {found.pool_tokens:,} tokens\n"
+        f"  prefill   {1 / found.prefill_s_per_token:,.0f} tokens/s for short prompts, half of it attention at "
+        f"{found.attention_tokens:,.0f}; {found.prefill_fixed_s * 1e3:.1f} ms each\n"
+        f"  fetch     {found.fetch_s_per_token * 1e6:,.1f} us/token, {found.fetch_fixed_s * 1e3:.1f} ms each\n"
+        f"  hand over {found.handover_s_per_token * 1e6:,.1f} us/token, {found.handover_fixed_s * 1e3:.1f} ms each\n"
+        f"  decode    {found.decode_step_s * 1e3:.1f} ms a step, {found.decode_s_per_sequence * 1e3:.2f} ms for each "
+        f"further sequence, {found.decode_s_per_context_token * 1e6:.2f} us per token of context\n"
+        f"  control   {found.control_s * 1e3:.1f} ms"
+    )
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _fail(text: str) -> NoReturn:
+    typer.echo(f"bidikv: {text}", err=True)
+    raise typer.Exit(1)

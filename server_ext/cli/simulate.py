@@ -1,0 +1,168 @@
+"""`bidikv simulate`: how a fleet would do under a load. What it prints is in `_simulate_text`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from server_ext.simulation.rates import FleetRates
+    from server_ext.simulation.scenario import Cell, Scenario
+
+_STDOUT = "-"
+
+
+def simulate(
+    num_prefill: Annotated[int, typer.Option("--num-prefill", "-p", help="Prefill engines; 0: none.", min=0)] = 1,
+    num_decode: Annotated[int, typer.Option("--num-decode", "-d", help="Decode engines.", min=1)] = 1,
+    sessions: Annotated[int, typer.Option(help="Sessions, from the first turn to the last.", min=1)] = 200,
+    concurrent: Annotated[float | None, typer.Option(help="Sessions in progress at a time (default: 20).")] = None,
+    traces: Annotated[
+        list[str] | None, typer.Option(help="Logs or traces to draw sessions from (default: made-up agents).")
+    ] = None,
+    as_logged: Annotated[
+        bool, typer.Option("--as-logged", help="Begin the sessions of --traces when they did.")
+    ] = False,
+    model: Annotated[str, typer.Option(help="A known model, or a config.json.")] = "llama-3.1-8b",
+    gpu: Annotated[
+        str, typer.Option(help="h100, h200, b200, a100, l40s, mi300x, cpu-core, or 989TF,80GB,3350GB/s.")
+    ] = "h100",
+    link: Annotated[str, typer.Option(help="nvlink, 400g, 200g, 100g, 25g, or for example 12.5GB/s.")] = "400g",
+    fixed_ms: Annotated[float, typer.Option(help="What a transfer costs, whatever its size.", min=0.001)] = 20.0,
+    efficiency: Annotated[float, typer.Option(help="Part of the peak that prefill reaches.", min=0.001, max=1)] = 0.5,
+    rates: Annotated[
+        Path | None, typer.Option(help="Measured rates (`bidikv rates`) in place of model, GPU and link.")
+    ] = None,
+    budget: Annotated[float, typer.Option(help="Part of D's cache that leases may fill.")] = 0.5,
+    ttl: Annotated[float, typer.Option(help="Life of a lease, in seconds.")] = 60.0,
+    hold: Annotated[bool, typer.Option("--hold", help="Agents keep their leases alive during tool calls.")] = False,
+    route: Annotated[
+        Literal["fetch", "local", "prefill", "recompute"], typer.Option(help="The way of every turn.")
+    ] = "fetch",
+    prefill_cache: Annotated[bool, typer.Option(help="Whether P's own prefix cache may hit.")] = True,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Vary prefill, decode, concurrent, budget, ttl, route, link, hold, prefill_cache: NAME=V1,V2,..."
+        ),
+    ] = None,
+    target_p99: Annotated[float | None, typer.Option(help="Seconds to the first token that 99 % shall meet.")] = None,
+    seed: Annotated[int, typer.Option(help="All is drawn from it.", min=0)] = 0,
+    chunk: Annotated[int, typer.Option(help="Tokens that leases are counted in; more is faster.", min=16)] = 256,
+    json_path: Annotated[str | None, typer.Option("--json", help="Write JSON there; - prints it alone.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+) -> None:
+    """Simulate a fleet: how many engines, which budget and TTL, what p99, where it stops to scale."""
+    try:
+        from server_ext.analysis.hardware import find_gpu, find_link, find_model
+        from server_ext.analysis.limits import Limits
+        from server_ext.simulation.rates import from_limits, read_rates
+        from server_ext.simulation.scenario import Scenario, grid, parse_axes
+    except ModuleNotFoundError as error:
+        if error.name not in {"numpy", "msgspec", "simpy"}:
+            raise
+        _fail(f"simulate needs {error.name}: pip install 'bidikv-sdk[analyze]'")
+    try:
+        limits = None
+        if rates is None:
+            limits = Limits(find_model(model), find_gpu(gpu), find_link(link), fixed_ms / 1e3, efficiency)
+            speed = from_limits(limits)
+        else:
+            speed = read_rates(rates)
+        base = Scenario(
+            limits=limits,
+            rates=speed,
+            workload=_workload(traces, speed),
+            prefill=num_prefill,
+            decode=num_decode,
+            sessions=sessions,
+            concurrent=None if as_logged and traces else concurrent or 20.0,
+            budget=budget,
+            ttl=ttl,
+            route=route,
+            hold=hold,
+            prefill_cache=prefill_cache,
+            chunk=chunk,
+            seed=seed,
+        )
+        scenarios = grid(base, parse_axes(sweep or []))
+    except ValueError as error:
+        _fail(str(error))
+    cells = _run(scenarios, quiet=quiet)
+    _write(base, cells, target_p99, json_path)
+
+
+def _workload(traces: list[str] | None, rates: FleetRates) -> Any:
+    """Return what sessions do: read from files, or made up for the model's context."""
+    from server_ext.analysis.problems import Problems
+    from server_ext.traffic import AGENT, SMALL, read_sessions
+
+    if traces is None:
+        workload = AGENT if rates.max_context_tokens >= 2 * AGENT.system_tokens else SMALL
+        return workload.fitting(min(rates.max_context_tokens, workload.max_context_tokens))
+    recorded = tuple(read_sessions(traces, Problems()))
+    if not recorded:
+        msg = f"--traces {' '.join(traces)}: there is no session in it; `bidikv analyze` says what was read"
+        raise ValueError(msg)
+    return recorded
+
+
+def _run(scenarios: list[tuple[dict[str, Any], Scenario]], *, quiet: bool) -> list[Cell]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    from server_ext.simulation.scenario import Cell, run
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    cells = []
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, disable=quiet or not sys.stderr.isatty()
+    ) as progress:
+        total = sum(scenario.sessions for _, scenario in scenarios)
+        task = progress.add_task("simulating", total=total)
+        done = 0
+        for values, scenario in scenarios:
+            results = run(scenario, on_progress=partial(_show_progress, progress, task, done))
+            cells.append(Cell(values, scenario, results))
+            done += scenario.sessions
+            progress.update(task, completed=done)
+    return cells
+
+
+def _show_progress(progress: Any, task: Any, num_before: int, num_begun: int) -> None:
+    progress.update(task, completed=num_before + num_begun)
+
+
+def _write(base: Scenario, cells: list[Cell], target_s: float | None, json_path: str | None) -> None:
+    from server_ext.simulation.scenario import names_of, recommend
+
+    advice = recommend(cells, target_s)
+    if json_path is not None:
+        data = {
+            "rates": base.rates.to_json(),
+            "scenario": names_of(base),
+            "cells": [cell.to_json() for cell in cells],
+            "advice": advice.to_json(),
+        }
+        text = json.dumps(data, indent=1)
+        if json_path == _STDOUT:
+            typer.echo(text)
+            return
+        try:
+            Path(json_path).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            _fail(f"{json_path} cannot be written: {error.strerror}")
+        typer.echo(f"wrote {json_path}", err=True)
+    from server_ext.cli._simulate_text import show
+
+    show(base, cells, advice)
+
+
+def _fail(text: str) -> NoReturn:
+    typer.echo(f"bidikv: {text}", err=True)
+    raise typer.Exit(1)

@@ -1,0 +1,167 @@
+"""The parts of a fleet: prefill engines, decode engines, and the ports of the links between them.
+
+They know what they take and when they are free; `fleet` moves turns from one to the next. Time is `now_s`.
+"""
+
+import heapq
+from collections import OrderedDict, deque
+from typing import TYPE_CHECKING
+
+from server_ext.analysis.memory import DecodeMemory
+
+from .rates import FleetRates
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .turn import Turn
+
+
+class Port:
+    """One direction of an engine's network port: transfers share its bandwidth, first come, first served."""
+
+    __slots__ = ("busy_s", "free_s")
+
+    def __init__(self) -> None:
+        self.free_s = 0.0
+        self.busy_s = 0.0
+
+    def reserve(self, duration_s: float, *, now_s: float) -> float:
+        """Take the port for so long from when it is free; return when that ends."""
+        self.free_s = max(self.free_s, now_s) + duration_s
+        self.busy_s += duration_s
+        return self.free_s
+
+
+class PrefillEngine:
+    """P: computes prompts one after the other, as chunked prefill does, and keeps the last in its prefix cache."""
+
+    __slots__ = ("_cache", "_cached_tokens", "_pool_tokens", "busy_s", "free_s", "inbound", "outbound")
+
+    def __init__(self, pool_tokens: int) -> None:
+        """Make an idle engine; with 0 tokens its prefix cache never hits."""
+        self.inbound, self.outbound = Port(), Port()
+        self.free_s = 0.0
+        self.busy_s = 0.0
+        self._pool_tokens = pool_tokens
+        self._cached_tokens = 0
+        self._cache: OrderedDict[int, int] = OrderedDict()
+
+    def reserve(self, duration_s: float, *, now_s: float) -> float:
+        """Put a prompt into the queue; return when it is computed."""
+        self.free_s = max(self.free_s, now_s) + duration_s
+        self.busy_s += duration_s
+        return self.free_s
+
+    def num_cached(self, session: int, kept_tokens: int) -> int:
+        """Return how many of the first `kept_tokens` of a session's prompt lie in the prefix cache."""
+        return min(self._cache.get(session, 0), kept_tokens)
+
+    def cache(self, session: int, num_tokens: int) -> None:
+        """Keep a session's prompt; those that were used longest ago make room."""
+        if not self._pool_tokens:
+            return
+        cache = self._cache
+        self._cached_tokens += num_tokens - cache.pop(session, 0)
+        cache[session] = num_tokens
+        while self._cached_tokens > self._pool_tokens:
+            self._cached_tokens -= cache.popitem(last=False)[1]
+
+
+class Batch:
+    """The sequences that a decode engine runs: each gets a token a step, and a step takes longer the more there are.
+
+    Progress is counted in steps since the beginning, the same for all; so a sequence ends when that count reaches a
+    number that is known when it joins.
+    """
+
+    __slots__ = (
+        "_at_s",
+        "_context_tokens",
+        "_ends",
+        "_extra_s",
+        "_num_joined",
+        "_rates",
+        "_step_s",
+        "_steps",
+        "busy_s",
+    )
+
+    def __init__(self, rates: FleetRates) -> None:
+        self.busy_s = 0.0
+        self._rates = rates
+        self._context_tokens = 0
+        self._extra_s = 0.0
+        self._steps = 0.0
+        self._at_s = 0.0
+        self._step_s = rates.decode_step_s
+        self._num_joined = 0
+        self._ends: list[tuple[float, int, int, Turn]] = []
+
+    def __len__(self) -> int:
+        """Return the number of sequences."""
+        return len(self._ends)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step that runs; 0 where none does."""
+        return self._step_s if self._ends else self._extra_s
+
+    def advance(self, *, now_s: float) -> None:
+        """Count the steps until now."""
+        elapsed_s = now_s - self._at_s
+        if self._ends:
+            self._steps += elapsed_s / self._step_s
+        if self._ends or self._extra_s:
+            self.busy_s += elapsed_s
+        self._at_s = now_s
+
+    def join(self, turn: "Turn", num_steps: int, context_tokens: int, *, now_s: float) -> float:
+        """Add a sequence for so many steps; return when its first token comes."""
+        wait_s = self.step_s / 2  # on average, for the step that runs
+        self.advance(now_s=now_s)
+        self._num_joined += 1
+        heapq.heappush(self._ends, (self._steps + num_steps, self._num_joined, context_tokens, turn))
+        self._context_tokens += context_tokens
+        self._change()
+        return now_s + wait_s + self._step_s
+
+    def pop_ended(self, *, now_s: float) -> "Iterator[Turn]":
+        """Remove and yield the sequences that have ended."""
+        self.advance(now_s=now_s)
+        # The clock's last digits must not keep a sequence from ending.
+        reached = self._steps + 1e-6
+        while self._ends and self._ends[0][0] <= reached:
+            _, _, context_tokens, turn = heapq.heappop(self._ends)
+            self._context_tokens -= context_tokens
+            self._change()
+            yield turn
+
+    def next_end_s(self) -> float:
+        """Return when the next sequence ends if nothing changes; there must be one."""
+        return self._at_s + max(0.0, self._ends[0][0] - self._steps) * self._step_s
+
+    def slow(self, extra_s: float, *, now_s: float) -> None:
+        """Let every step take so much longer from now on: it prefills a chunk too."""
+        self.advance(now_s=now_s)
+        self._extra_s = extra_s
+        self._change()
+
+    def _change(self) -> None:
+        if self._ends:
+            self._step_s = self._rates.step_s(len(self._ends), self._context_tokens) + self._extra_s
+
+
+class DecodeEngine:
+    """D: the home of its sessions. What waits for blocks waits in order; so does what it computes itself."""
+
+    __slots__ = ("batch", "computing", "inbound", "memory", "outbound", "waiting", "wake_s")
+
+    def __init__(self, memory: DecodeMemory, rates: FleetRates) -> None:
+        self.memory = memory
+        self.batch = Batch(rates)
+        self.inbound, self.outbound = Port(), Port()
+        self.waiting: deque[Turn] = deque()
+        self.computing: deque[Turn] = deque()
+        self.wake_s = float("inf")
+        """When the batch is looked at next."""

@@ -1,0 +1,128 @@
+"""Fits rates to what turns on real engines took. Pure; `server_ext.cli` runs the turns.
+
+All fits are least squares of relative errors with coefficients that are never negative: short turns count as much as
+long ones, and no cost is a gain.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from .rates import FleetRates
+
+_NO_ATTENTION: Final = 1e9
+"""In place of the length at which attention costs as much as all else, where it cost nothing that could be seen."""
+_MIN_TURNS: Final = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnSample:
+    """A turn on idle engines."""
+
+    prompt_tokens: int
+    present_tokens: int
+    """That P had, fetched or in its cache."""
+    fetched_tokens: int
+    handed_tokens: int
+    """That D had not, and read from P."""
+    control_s: float
+    prefill_s: float
+    """On P, the fetch among it."""
+    fetch_s: float | None
+    handover_s: float
+    """From P's answer to the first token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSample:
+    """Answers of some sequences at the same time."""
+
+    num_sequences: int
+    context_tokens: int
+    """Of all of them."""
+    step_s: float
+    """Between two tokens of one of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What is known of the engines without measuring."""
+
+    model: str
+    source: str
+    kv_bytes_per_token: int
+    max_context_tokens: int
+    pool_tokens: int
+    step_tokens: int
+
+
+def fit_rates(shape: Shape, turns: Sequence[TurnSample], decodes: Sequence[DecodeSample]) -> FleetRates:
+    """Return the rates that explain the samples best.
+
+    Raises:
+        ValueError: there are too few samples of a kind, or none of them tells the rate.
+    """
+    fetches = [turn for turn in turns if turn.fetch_s is not None and turn.fetched_tokens]
+    for name, samples in (("turns", turns), ("fetches", fetches), ("answers", decodes)):
+        if len(samples) < _MIN_TURNS:
+            msg = (
+                f"only {len(samples)} {name} could be measured; {_MIN_TURNS} are the least: look into the engines' logs"
+            )
+            raise ValueError(msg)
+    step_s, sequence_s, context_s = _fit(
+        [(1.0, one.num_sequences - 1.0, float(one.context_tokens)) for one in decodes], [one.step_s for one in decodes]
+    )
+    computed_s = [turn.prefill_s - (turn.fetch_s or 0.0) for turn in turns]
+    prefill_fixed_s, token_s, square_s = _fit([_work(turn) for turn in turns], computed_s)
+    if not token_s:
+        msg = "prefills took the same whatever their length: measure longer ones (--max-tokens)"
+        raise ValueError(msg)
+    fetch_fixed_s, fetch_s = _fit(
+        [(1.0, float(turn.fetched_tokens)) for turn in fetches], [turn.fetch_s or 0.0 for turn in fetches]
+    )
+    handover_fixed_s, handover_s = _fit(
+        [(1.0, float(turn.handed_tokens)) for turn in turns], [turn.handover_s for turn in turns]
+    )
+    return FleetRates(
+        **asdict(shape),
+        control_s=float(np.median([turn.control_s for turn in turns])),
+        prefill_fixed_s=prefill_fixed_s,
+        prefill_least_s=0.0,
+        prefill_s_per_token=token_s,
+        attention_tokens=token_s / square_s if square_s else _NO_ATTENTION,
+        fetch_fixed_s=fetch_fixed_s,
+        fetch_s_per_token=fetch_s,
+        # The first step of the answer is counted by itself.
+        handover_fixed_s=max(0.0, handover_fixed_s - step_s),
+        handover_s_per_token=handover_s,
+        decode_step_s=step_s,
+        decode_s_per_sequence=sequence_s,
+        decode_s_per_context_token=context_s,
+    )
+
+
+def _work(turn: TurnSample) -> tuple[float, float, float]:
+    """Return what a prefill's fixed, linear and quadratic costs are multiplied by."""
+    end, begin = turn.prompt_tokens, turn.present_tokens
+    return 1.0, float(end - begin), float(end * end - begin * begin)
+
+
+def _fit(rows: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> list[float]:
+    """Return the coefficients [num_columns], 0 or more, that bring rows [num_rows][num_columns] nearest to seconds."""
+    values = np.maximum(np.asarray(seconds, dtype=np.float64), 1e-9)
+    columns = np.asarray(rows, dtype=np.float64) / values[:, None]
+    used = list(range(columns.shape[1]))
+    found: list[float] = [0.0] * columns.shape[1]
+    while used:
+        scale = np.abs(columns[:, used]).max(axis=0)
+        scale[scale == 0] = 1.0
+        solved: Any = np.linalg.lstsq(columns[:, used] / scale, np.ones(len(values)), rcond=None)[0] / scale
+        if (solved >= 0).all():
+            for index, value in zip(used, solved.tolist(), strict=True):
+                found[index] = value
+            break
+        # What would be a gain is left out, and the rest fitted anew.
+        used.pop(int(np.argmin(solved * scale)))
+    return found

@@ -1,0 +1,290 @@
+"""One question to the simulator, a grid of them, and what to conclude from their answers.
+
+`run` answers one `Scenario`; `grid` makes one for each combination of values; `recommend` reads the answers.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import islice, product
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from bidikv_sdk.wire import ROUTES, Route
+from server_ext.analysis.hardware import find_link
+from server_ext.analysis.limits import Limits
+from server_ext.analysis.memory import make_settings
+from server_ext.traffic import PlannedSession, Workload, generate
+
+from .fleet import Fleet, FleetConfig
+from .rates import FleetRates, from_limits
+from .results import Results
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_SAMPLE: Final = 300
+"""Sessions that tell how long one lives."""
+NEARLY_BEST: Final = 1.1
+"""Without a target, a 99th percentile up to so many times the best one will do."""
+KNEE: Final = 2.0
+"""Without a target, scaling ends where the 99th percentile is so many times that of the lightest load."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A fleet under a load.
+
+    Raises:
+        ValueError: a value makes no sense; the text names it.
+    """
+
+    limits: Limits | None
+    """The hardware; None where `rates` were measured."""
+    rates: FleetRates
+    workload: Workload | tuple[PlannedSession, ...]
+    """Made up, or recorded."""
+    prefill: int = 1
+    decode: int = 1
+    sessions: int = 200
+    concurrent: float | None = 20.0
+    """Sessions that are in progress at a time, on average; None: all begin when they were recorded."""
+    budget: float = 0.5
+    ttl: float = 60.0
+    route: Route = "fetch"
+    link: str = ""
+    """Another link than that of `limits`."""
+    hold: bool = False
+    prefill_cache: bool = True
+    chunk: int = 256
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sessions < 1 or (self.concurrent is not None and not self.concurrent > 0):
+            msg = f"{self.sessions} sessions, {self.concurrent} at a time: give 1 or more, and a number above 0"
+            raise ValueError(msg)
+        if self.route not in ROUTES:
+            msg = f"route is {self.route!r}: use one of {', '.join(ROUTES)}"
+            raise ValueError(msg)
+        if self.link and self.limits is None:
+            msg = f"link {self.link!r} cannot be told with measured rates: they have a link of their own"
+            raise ValueError(msg)
+        self.config()
+
+    def config(self) -> FleetConfig:
+        """Return the fleet."""
+        rates = self.rates
+        if self.link and self.limits is not None:
+            rates = from_limits(replace(self.limits, link=find_link(self.link)))
+        return FleetConfig(
+            num_prefill=self.prefill,
+            num_decode=self.decode,
+            rates=rates,
+            settings=make_settings(self.budget, self.ttl),
+            route=self.route,
+            has_prefill_cache=self.prefill_cache,
+            holds_tools=self.hold,
+            chunk_tokens=self.chunk,
+            seed=self.seed,
+        )
+
+    def rate_per_s(self) -> float | None:
+        """Return how many sessions begin per second; None where all begin when they were recorded."""
+        return None if self.concurrent is None else self.concurrent / self.mean_life_s()
+
+    def mean_life_s(self) -> float:
+        """Return how long a session is in progress on an idle fleet, its prefills aside."""
+        if isinstance(self.workload, Workload):
+            sample: Sequence[PlannedSession] = list(generate(self.workload, _SAMPLE, seed=self.seed, rate_per_s=None))
+        else:
+            sample = self.workload
+        turns = [turn for session in sample for turn in session.turns]
+        total_s = sum(turn.gap_s + turn.output_tokens * self.rates.decode_step_s for turn in turns)
+        return total_s / len(sample)
+
+    def load(self) -> Iterator[PlannedSession]:
+        """Yield the sessions in the order of their start."""
+        rate_per_s = self.rate_per_s()
+        if isinstance(self.workload, Workload):
+            return generate(self.workload, self.sessions, seed=self.seed, rate_per_s=rate_per_s)
+        if rate_per_s is None:
+            return islice(iter(self.workload), self.sessions)
+        return _drawn(self.workload, self.sessions, self.seed, rate_per_s)
+
+
+def _drawn(
+    recorded: tuple[PlannedSession, ...], num_sessions: int, seed: int, rate_per_s: float
+) -> Iterator[PlannedSession]:
+    """Yield recorded sessions at random, beginning at random."""
+    random = np.random.default_rng(seed)
+    start_s = 0.0
+    for _ in range(num_sessions):
+        start_s += float(random.exponential(1 / rate_per_s))
+        yield replace(recorded[int(random.integers(len(recorded)))], start_s=start_s)
+
+
+def run(scenario: Scenario, *, on_progress: "Callable[[int], None] | None" = None) -> Results:
+    """Simulate a scenario."""
+    rate_per_s = scenario.rate_per_s()
+    last_start_s = None if rate_per_s is None else scenario.sessions / rate_per_s
+    fleet = Fleet(scenario.config())
+    return fleet.run(scenario.load(), last_start_s=last_start_s, on_progress=on_progress)
+
+
+# -------------------------------------------------------------------- grids
+
+AXES: Final = ("prefill", "decode", "concurrent", "budget", "ttl", "route", "link", "hold", "prefill_cache")
+"""What a grid may vary."""
+_FLAGS: Final = {"yes": True, "no": False, "true": True, "false": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """An answer of a grid."""
+
+    values: Mapping[str, Any]
+    """Of the axes."""
+    scenario: Scenario
+    results: Results
+
+    @property
+    def num_engines(self) -> int:
+        """Of both kinds."""
+        return self.scenario.prefill + self.scenario.decode
+
+    @property
+    def p99_s(self) -> float:
+        """Of the time to the first token of later turns; infinite where a turn could not be served."""
+        found = self.results.later_ttft_s
+        return float("inf") if found is None or self.results.refused else found["p99"]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the answer as a JSON object."""
+        return {"values": dict(self.values), "results": self.results.to_json()}
+
+
+def parse_axes(texts: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the values of each axis of texts such as `decode=1,2,4`.
+
+    Raises:
+        ValueError: a text is not of this form; it is named, with the fix.
+    """
+    axes: dict[str, list[Any]] = {}
+    for text in texts:
+        name, _, values = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if name not in AXES or not values:
+            msg = f"--sweep {text!r}: write NAME=VALUE,VALUE with a name of {', '.join(AXES)}"
+            raise ValueError(msg)
+        try:
+            axes[name] = [_value(name, value.strip()) for value in values.split(",")]
+        except (ValueError, KeyError) as error:
+            msg = f"--sweep {text!r}: {values!r} is not a list of values of {name}"
+            raise ValueError(msg) from error
+    return axes
+
+
+def _value(name: str, text: str) -> Any:
+    if name in {"hold", "prefill_cache"}:
+        return _FLAGS[text]
+    if name in {"prefill", "decode"}:
+        return int(text)
+    if name in {"route", "link"}:
+        return text
+    return float(text)
+
+
+def grid(base: Scenario, axes: Mapping[str, Sequence[Any]]) -> list[tuple[dict[str, Any], Scenario]]:
+    """Return a scenario for each combination of values, in their order.
+
+    Raises:
+        ValueError: a combination makes no sense.
+    """
+    combinations = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
+    return [(values, replace(base, **values)) for values in combinations]
+
+
+# -------------------------------------------------------------------- what to conclude
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What a grid says."""
+
+    best: Cell | None
+    """The fewest engines, then the shortest and smallest leases, of those that do; None where none does."""
+    target_s: float
+    """What their 99th percentile was held against."""
+    is_given: bool
+    """Whether the target was given, or is what the grid reached."""
+    scaling: list[str]
+    """Where it stops to scale, one line per fleet, where loads were varied."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the advice as a JSON object."""
+        return {
+            "target_p99_s": self.target_s,
+            "is_target_given": self.is_given,
+            "best": None if self.best is None else dict(self.best.values),
+            "settings": None if self.best is None else settings_of(self.best.scenario),
+            "scaling": self.scaling,
+        }
+
+
+def settings_of(scenario: Scenario) -> dict[str, Any]:
+    """Return what to set under `kv_connector_extra_config.bidikv`."""
+    return {
+        "budget_fraction": scenario.budget,
+        "default_ttl_s": scenario.ttl,
+        "default_route": scenario.route,
+    }
+
+
+def recommend(cells: Sequence[Cell], target_s: float | None) -> Advice:
+    """Choose among the answers of a grid.
+
+    Args:
+        cells: at least one.
+        target_s: that the 99th percentile of later turns must not exceed; None: nearly the best of the grid will do.
+    """
+    heaviest = max(cell.scenario.concurrent or 0.0 for cell in cells)
+    # A fleet is judged by the heaviest load that was asked for.
+    judged = [cell for cell in cells if (cell.scenario.concurrent or 0.0) == heaviest]
+    limit_s = target_s if target_s is not None else NEARLY_BEST * min(cell.p99_s for cell in judged)
+    good = [cell for cell in judged if cell.p99_s <= limit_s and cell.p99_s < float("inf")]
+    best = min(good, key=lambda cell: (cell.num_engines, cell.scenario.ttl, cell.scenario.budget), default=None)
+    return Advice(best, limit_s, target_s is not None, list(_scaling(cells, target_s)))
+
+
+def _scaling(cells: Sequence[Cell], target_s: float | None) -> Iterator[str]:
+    """Yield how far each fleet carries, where more than one load was asked for."""
+    fleets: dict[tuple[Any, ...], list[Cell]] = {}
+    for cell in cells:
+        fleets.setdefault(tuple((k, v) for k, v in cell.values.items() if k != "concurrent"), []).append(cell)
+    for key, loads in fleets.items():
+        if len(loads) == 1:
+            continue
+        loads.sort(key=lambda cell: cell.scenario.concurrent or 0.0)
+        limit_s = target_s if target_s is not None else KNEE * loads[0].p99_s
+        name = ", ".join(f"{k} {v}" for k, v in key) or f"{loads[0].scenario.prefill}P + {loads[0].scenario.decode}D"
+        first_bad = next((n for n, cell in enumerate(loads) if cell.p99_s > limit_s), None)
+        if first_bad is None:
+            yield f"{name}: carries {loads[-1].scenario.concurrent:g} sessions at a time and more"
+        else:
+            last = f"{loads[first_bad - 1].scenario.concurrent:g} sessions" if first_bad else "less than the least load"
+            yield f"{name}: carries {last}; beyond, {_bottleneck(loads[first_bad].results)}"
+
+
+def _bottleneck(results: Results) -> str:
+    parts = {"prefill engines": "prefill", "decode engines": "decode", "the busiest link port": "links_max"}
+    name = max(parts, key=lambda part: results.utilisation[parts[part]])
+    lost = sum(results.reasons.get(reason, 0.0) for reason in ("lease_expired", "lease_revoked", "over_budget"))
+    return (
+        f"{name} are busiest ({results.utilisation[parts[name]]:.0%}), and {lost:.0%} of the turns found less than all"
+    )
+
+
+def names_of(scenario: Scenario) -> dict[str, Any]:
+    """Return all plain values of a scenario, for the report."""
+    skipped = {"limits", "rates", "workload"}
+    return {one.name: getattr(scenario, one.name) for one in fields(scenario) if one.name not in skipped}
