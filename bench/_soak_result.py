@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 MAX_SLOPE_MB_PER_MIN: Final = 1.0
+YOUNG_S: Final = 60.0
+"""A young engine grows, for it touches its memory for the first time."""
 # Fewer tell nothing of a slope.
 _MIN_SAMPLES: Final = 10
 
@@ -40,14 +42,19 @@ def slope_mb_per_min(points: Sequence[tuple[float, float]]) -> float:
     return sum((at_s - mean_s) * (value - mean) for at_s, value in points) / spread * 60 / 1e6
 
 
-def slopes(samples: Iterable[Sample], from_s: float) -> dict[str, float]:
+def slopes(samples: Iterable[Sample], from_s: float, ready_s: Mapping[int, float]) -> dict[str, float]:
     """Return each engine's slope from a moment on; of several incarnations the steepest one's.
 
     An engine of which there are too few samples is left out: nothing is known of it.
+
+    Args:
+        samples: of all engines.
+        from_s: the moment.
+        ready_s: by process id, when an engine was ready; it counts a minute later at the earliest.
     """
     lives: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for sample in samples:
-        if sample.at_s >= from_s:
+        if sample.pid in ready_s and sample.at_s >= max(from_s, ready_s[sample.pid] + YOUNG_S):
             lives[sample.engine, sample.pid].append((sample.at_s, float(sample.rss_bytes)))
     found: dict[str, float] = {}
     for (engine, _), points in lives.items():

@@ -33,7 +33,7 @@ from bench._reference import Reference, judge
 from bench._scene import num_leaked
 from bench._soak_agents import Agents
 from bench._soak_plan import TIME_DIVISOR, kills, made_up, measured_from_s, other_faults, recorded
-from bench._soak_result import Sample, SoakResult, curves, slopes
+from bench._soak_result import YOUNG_S, Sample, SoakResult, curves, slopes
 from bench.faults import leave_in_order
 from server_ext.analysis.problems import Problems
 from server_ext.launch.command import ROLES
@@ -148,6 +148,8 @@ class Soak:
         self.samples: list[Sample] = []
         self.faults: Counter[str] = Counter()
         self.stale_reads = 0
+        self.ready_s: dict[int, float] = {reference.pid: -YOUNG_S}
+        self.ready_s |= {rig.stack.child(role).pid: -YOUNG_S for role in ROLES}
         self.is_over = threading.Event()
         self._reference = reference
         self._seed = seed
@@ -194,12 +196,16 @@ class Soak:
         for kill in kills(Random(f"{self._seed}-kills"), self._duration_s):
             if self.is_over.wait(max(0.0, kill.at_s - self.at_s)):
                 return
+            if self.at_s > measured_from_s(self._duration_s):
+                self._say(f"{kill.role} is not killed: on this machine the starts before took too long")
+                return
             with self._engines:
                 self._say(f"kill -9 {kill.role}")
                 with suppress(httpx.TransportError):  # too busy to say
                     self.count_stale_reads()
                 self.rig.kill(kill.role)
                 self.rig.restart(kill.role)
+                self.ready_s[self.rig.stack.child(kill.role).pid] = self.at_s
                 self._say(f"{kill.role} is back")
             self.faults[f"{_letter(kill.role)} killed"] += 1
 
@@ -260,7 +266,7 @@ def soak(rig: Rig, reference: Reference, args: argparse.Namespace) -> SoakResult
 
 
 def _result(run: Soak, agents: Agents, judges: Judges, leaked: int, settings: dict[str, Any]) -> SoakResult:
-    found = slopes(run.samples, settings["memory_watched_from_s"])
+    found = slopes(run.samples, settings["memory_watched_from_s"], run.ready_s)
     return SoakResult(
         settings=settings,
         versions=versions(),
