@@ -176,7 +176,7 @@ class Conductor:
             prompt=prompt,
             route=begun["route"],
             choice=None if begun["choice"] is None else Choice.from_json(begun["choice"]),
-            forced=request.route not in {None, "auto"},
+            asked=None if request.route == "auto" else request.route,
             ticket=begun["ticket"],
             held_tokens=begun["held_tokens"],
             diverged_at=begun["diverged_at"],

@@ -37,8 +37,8 @@ class Plan:
     - `nonce`: of this turn; the engine knows the turn's request by it.
     - `fingerprint`: of D's model and weights; what P computes under another one is of no use.
     - `prompt`: what D and P compute.
-    - `route`: the way it goes; `forced` tells that the caller asked for it, `choice` what it was chosen from (None:
-      nothing was).
+    - `route`: the way it goes; `asked` is the one that the caller forces (None: none), which may not be possible, and
+      `choice` tells what it was chosen from (None: nothing was).
     - `ticket`: signed transfer parameters for reading the lease; None where P gets none.
     - `held_tokens`, `diverged_at`: of the lease, for the report.
     - `lease_reason`: why the lease is gone or smaller; None where it is whole.
@@ -53,7 +53,7 @@ class Plan:
     prompt: Prompt
     route: Route
     choice: Choice | None
-    forced: bool
+    asked: Route | None
     ticket: dict[str, Any] | None
     held_tokens: int
     diverged_at: int | None
@@ -314,7 +314,7 @@ class Turn:
             return self._prefill_reason
         if self._prefilled is not None and self._prefilled.reason is not None:
             return self._prefilled.reason  # type: ignore[return-value]
-        if plan.route in ("recompute", "prefill", "local") and plan.forced:
+        if plan.asked in {"recompute", "prefill", "local"}:
             return "forced"
         if plan.lease_reason is not None:
             return plan.lease_reason
@@ -322,7 +322,7 @@ class Turn:
             return plan.ticket_reason
         if plan.diverged_at is not None:
             return plan.changed or "messages_changed"
-        return "forced" if plan.forced else "cheapest"
+        return "cheapest" if plan.asked is None else "forced"
 
     def _timings(self) -> Timings:
         clock, prefilled = self._clock, self._prefilled
