@@ -316,6 +316,20 @@ def test_a_route_may_be_forced(stack, route, asked, ticket, reason):
     stack.run(scenario)
 
 
+def test_a_forced_fetch_without_a_lease_says_why_nothing_was_fetched(stack):
+    """What the caller asked for was not possible, and the reason is the lease's."""
+
+    async def scenario(client):
+        first = info_of(await run_turn(client, 1, bidikv={"route": "fetch"}))
+        assert first.cache.reason == "first_turn"
+        (await client.post("/v1/sessions/s/release", json={"session_id": "s"})).raise_for_status()
+        second = info_of(await run_turn(client, 2, bidikv={"route": "fetch"}))
+        assert (second.cache.outcome, second.cache.reason) == ("recomputed", "released")
+        assert second.cache.held_tokens == 0
+
+    stack.run(scenario)
+
+
 def test_a_stream(stack):
     """The last event before the end has usage, the report and no choices."""
 
