@@ -7,12 +7,13 @@ PYTORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 EXTRAS := cpu,cli,demo,analyze,dev
 
-.PHONY: help demo faults soak up down test lint clean
+.PHONY: help demo faults soak mutants up down test lint clean
 
 help:
 	@echo "make demo    two engines on this machine, and what a turn costs with and without bidikv"
 	@echo "make faults  what happens when anything fails at any point of a turn, on two engines (20 minutes)"
 	@echo "make soak    many agents for minutes, with faults, every answer checked (MINUTES=10 SEED=1 TRACES=folder)"
+	@echo "make mutants every guard taken out once: its tests must fail (10 minutes)"
 	@echo "make up      start a stack (ends with make down)"
 	@echo "make test    all checks and all tests, real engines included"
 	@echo "make lint    the checks alone"
@@ -37,6 +38,9 @@ faults: .venv/.stamp
 
 soak: .venv/.stamp
 	$(BIN)/python bench/soak.py --minutes $(or $(MINUTES),10) --seed $(or $(SEED),1) $(if $(TRACES),--traces $(TRACES))
+
+mutants: .venv/.stamp
+	$(BIN)/python tests/mutants.py
 
 up down: .venv/.stamp
 	$(BIN)/bidikv $@

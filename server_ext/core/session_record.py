@@ -55,6 +55,9 @@ class Session:
     """Another one whenever the history is."""
     origin: tuple[str, int] | None = None
     """Of a fork: its parent's id, and the turn at which it began."""
+    replaced: list[bytes] = field(default_factory=list)
+    """The transcript of the last completed turn, where another one has taken its place since: what a lease was computed
+    from, so that the next turn can tell what has changed."""
     open_turn: OpenTurn | None = None
     num_bytes: int = 0
 
@@ -82,6 +85,7 @@ class Session:
         self.id_counts.append(len(token_ids))
         self.transcript.append(chunk)
         self.token_ids = token_ids
+        self.replaced = []
         self.turn += 1
 
     def cut(self, num_chunks: int) -> None:
@@ -98,4 +102,5 @@ class Session:
         """Return what the record takes in memory, about."""
         reply_bytes = len(self.last_reply[1]) if self.last_reply is not None else 0
         ids_bytes = self.token_ids.itemsize * len(self.token_ids)
-        return _RECORD_BYTES + sum(map(len, self.transcript)) + ids_bytes + reply_bytes + len(self.last_report)
+        text_bytes = sum(map(len, self.transcript)) + sum(map(len, self.replaced)) + len(self.last_report)
+        return _RECORD_BYTES + text_bytes + ids_bytes + reply_bytes

@@ -316,12 +316,13 @@ class Turn:
             return self._prefilled.reason  # type: ignore[return-value]
         if plan.asked in {"recompute", "prefill", "local"}:
             return "forced"
+        if plan.diverged_at is not None and plan.ticket_reason != "over_budget":
+            # Behind this nothing could be read, whatever else became of the lease; and it may have left too little.
+            return plan.changed or "messages_changed"
         if plan.lease_reason is not None:
             return plan.lease_reason
         if plan.ticket_reason is not None:
             return plan.ticket_reason
-        if plan.diverged_at is not None:
-            return plan.changed or "messages_changed"
         return "cheapest" if plan.asked is None else "forced"
 
     def _timings(self) -> Timings:

@@ -7,8 +7,9 @@ a pool that counts references.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -147,23 +148,26 @@ class FakeEngine:
         self.engine_core = SimpleNamespace(call_utility_async=self._call)
         self.pool = FakePool(200)
         self.now_s = 0.0
-        names = (f"nonce-{i}" for i in range(10**6))
-        self.home = Home(
-            self.pool,
-            make_settings().home,
-            block_size=BLOCK_SIZE,
-            max_request_blocks=MAX_MODEL_LEN // BLOCK_SIZE,
-            incarnation="life",
-            secret=SECRET,
-            make_address=lambda deadline_s: {"remote_blocks_expiry_time": deadline_s, "remote_engine_id": "d"},
-            new_nonce=lambda: next(names),
-        )
+        self.home = self.make_home()
         self.script = Script()
         self.requests: list[tuple[list[int], Any, str | None]] = []
         self.ops: list[tuple[str, dict[str, Any]]] = []
         self.fail_op = self.delay_op = ""
         self.delay = asyncio.Event()
         self.num_delayed = self.num_aborted = 0
+
+    def make_home(self, **changes: Any) -> Home:
+        """Return a home over the engine's pool, with the settings of these tests but for some."""
+        return Home(
+            self.pool,
+            replace(make_settings().home, **changes),
+            block_size=BLOCK_SIZE,
+            max_request_blocks=MAX_MODEL_LEN // BLOCK_SIZE,
+            incarnation="life",
+            secret=SECRET,
+            make_address=lambda deadline_s: {"remote_blocks_expiry_time": deadline_s, "remote_engine_id": "d"},
+            new_nonce=map("nonce-{}".format, itertools.count()).__next__,
+        )
 
     async def _call(self, method: str, op: str, arg: dict[str, Any]) -> dict[str, Any]:
         assert method == "bidikv_control"
@@ -240,9 +244,9 @@ class FakeEngine:
     def _finish(self, nonce: str | None, token_ids: list[int]) -> None:
         """Do what D's scheduler does when a request ends."""
         num_in_cache = len(token_ids) - 1
-        if nonce is not None and self.home.is_open(nonce):
+        if nonce is not None and self.home.leases.is_open(nonce):
             block_ids = self.pool.take(num_blocks(num_in_cache, BLOCK_SIZE))
-            self.home.finish(nonce, block_ids, num_in_cache, token_ids[:num_in_cache], now_s=self.now_s)
+            self.home.leases.finish(nonce, block_ids, num_in_cache, token_ids[:num_in_cache], now_s=self.now_s)
             self.pool.give_back(block_ids)
 
 
@@ -277,9 +281,9 @@ class Stack:
             attach_endpoint_plugins(self.app, ("generate",))
         self.configure()
 
-    def configure(self, *, has_keys: bool = False, **settings: Any) -> None:
-        """Build the conductor anew."""
-        online = make_online_renderer(self._vllm_config, self._renderer)
+    def configure(self, *, has_keys: bool = False, template: str | None = None, **settings: Any) -> None:
+        """Build the conductor anew, with a chat template in place of the model's own."""
+        online = make_online_renderer(self._vllm_config, self._renderer, template)
         models = OpenAIServingModels(self.engine, [BaseModelPath(MODEL, MODEL)])
         options = {
             "online_renderer": online,

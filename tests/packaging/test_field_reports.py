@@ -22,6 +22,18 @@ def test_every_test_that_is_named_exists():
     assert [f"{path}::{name}" for path, name in named if name not in functions_of(path)] == []
 
 
+def test_every_test_without_engines_is_seen_to_fail():
+    """What needs no engine has a guard that `make mutants` takes out, and mutants name tests that exist."""
+    mutants = (ROOT / "tests" / "mutants.py").read_text("utf-8")
+    files = dict(re.findall(r'^([A-Z_]+) = "(tests/[\w/]+\.py)"$', mutants, re.MULTILINE))
+    places = re.findall(r'"(?:{([A-Z_]+)}|(tests/[\w/]+\.py))::(test_\w+)"', mutants)
+    seen = {(files.get(name, path), test) for name, path, test in places}
+    named = set(re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", TEXT))
+    assert len(seen) > 50
+    assert {(path, test) for path, test in named - seen if "/engine/" not in path} == set()
+    assert {(path, test) for path, test in seen if test not in functions_of(path)} == set()
+
+
 def test_every_report_has_a_guard():
     """Each item names a test, and no item stands there twice."""
     names = [item[2 : item.index(" - ")] for item in ITEMS]
