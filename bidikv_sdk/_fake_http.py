@@ -12,6 +12,7 @@ import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from urllib.parse import parse_qsl
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -26,12 +27,13 @@ _LONGEST_ID: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class FakeRequest:
-    """A request; `headers` by lower-case names, `path` still quoted and without a query."""
+    """A request; `headers` by lower-case names, `path` still quoted and without its query."""
 
     method: str
     path: str
     headers: Mapping[str, str]
     content: bytes
+    query: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -116,10 +118,10 @@ def transport_of(module: Any, answer: Answer) -> Any:
     stream_kind = type("EventStream", (_EventStream, module.SyncByteStream, module.AsyncByteStream), {})
 
     def handle(request: Any) -> Any:
-        path = request.url.raw_path.decode().partition("?")[0]
+        path, _, query = request.url.raw_path.decode().partition("?")
         headers = {name.lower(): value for name, value in request.headers.items()}
         with _as_errors_of(module):
-            reply = answer(FakeRequest(request.method, path, headers, request.content))
+            reply = answer(FakeRequest(request.method, path, headers, request.content, dict(parse_qsl(query))))
         if reply.events is None:
             return module.Response(reply.status, content=reply.content, headers=reply.headers)
         return module.Response(reply.status, headers=reply.headers, stream=stream_kind(module, reply))
@@ -211,7 +213,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self) -> None:
         content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         headers = {name.lower(): value for name, value in self.headers.items()}
-        request = FakeRequest(self.command, self.path.partition("?")[0], headers, content)
+        path, _, query = self.path.partition("?")
+        request = FakeRequest(self.command, path, headers, content, dict(parse_qsl(query)))
         try:
             reply = self.answered(request)
         except Exception:  # noqa: BLE001 - a scripted break, or an error that a test gave: the client sees no reply

@@ -7,7 +7,7 @@ ticket) · the request runs under the nonce, and the scheduler calls `finish` wh
 
 Every operation's result has `info`, the `bidikv` object of the wire (`cache` null), unless said otherwise; or
 only `error`, the error object of the wire, with nothing changed. Pure; may import the standard library,
-`bidikv_sdk.{wire, prefix}` and its neighbours.
+`bidikv_sdk.{wire, prefix}` and its neighbours. Long, because all operations stand in one place.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,8 +22,9 @@ from .gaps import GapModel
 from .leases import LeaseTable
 from .ops import read_arg
 from .policy import LeastValueFirst, RevocationOrder, least_remaining_first
-from .rates import LearnedRates
+from .rates import LearnedRates, MarginalRates
 from .routing import Routing, choice_info
+from .session_record import page_of
 from .sessions import SessionTable
 from .tickets import TICKET_ID_PREFIX, build_ticket
 
@@ -84,7 +85,7 @@ class Home:
         self._routing = Routing(rates, settings, token_bytes=block_bytes / block_size, count_running=count_running)
         order: RevocationOrder = least_remaining_first
         if settings.revocation == "value":
-            order = LeastValueFirst(self._gaps, rates, pins.num_references, block_size=block_size)
+            order = LeastValueFirst(self._gaps, MarginalRates(rates), pins.num_references, block_size=block_size)
         self.leases = LeaseTable(
             pins,
             settings,
@@ -152,10 +153,9 @@ class Home:
         key = (tenant, session_id)
         if turn in {1, None} and self._sessions.get(key) is None:
             if turn is None and parent_id is not None:
+                fork = {"tenant": tenant, "session_id": parent_id, "child_id": session_id}
                 with suppress(HomeError):
-                    self.fork(
-                        tenant=tenant, session_id=parent_id, child_id=session_id, at_turn=None, ttl_s=None, now_s=now_s
-                    )
+                    self.fork(**fork, at_turn=None, ttl_s=None, now_s=now_s)
             if self._sessions.get(key) is None:
                 self._sessions.open(key, b"", turn=0, replace=False, now_s=now_s)
         reply = self._sessions.check_turn(key, turn, idempotency_key, now_s=now_s)
@@ -190,10 +190,10 @@ class Home:
     ) -> dict[str, Any]:
         """Begin a turn, all or nothing; one that ran too long is taken over.
 
-        `route` is the way that is asked for, and `prefill_urls` name the Ps that may be asked, in order; none: all is
-        computed here.
+        `route` is asked for, and `prefill_urls` are the Ps that may be asked, in order; none: all is computed here.
         `revision` is that of the history which the prompt was rendered from (`load`), and `num_kept` tells how many
         chunks of the transcript the turn continues (`SessionTable.start_turn`).
+
         The result has `nonce`, `route` (the way that the turn goes, never `auto`), `choice` (the wire's),
         `held_tokens`, `matched_tokens`, `diverged_at`, `lease_reason`, `ticket` (signed `kv_transfer_params`, or
         None), `ticket_id`, `ticket_reason` (why there is none although tokens matched), and `reply` None. Where the
@@ -205,9 +205,7 @@ class Home:
         if reply is not None:
             return {"info": self._info(key, now_s=now_s), "reply": reply}
         try:
-            routed = self._routing.begin(
-                nonce, key, route, prompt_tokens=len(prompt_ids), pairs=prefill_urls, now_s=now_s
-            )
+            routed = self._routing.begin(nonce, key, route, len(prompt_ids), pairs=prefill_urls, now_s=now_s)
             begun = self.leases.begin(
                 key, prompt_ids, fingerprint, now_s=now_s, want_ticket=routed.wants_ticket, nonce=nonce
             )
@@ -252,8 +250,8 @@ class Home:
 
         `token_ids` are all ids of the history with this turn, of which the answer kept `num_tokens_kept`;
         `chunk` is its part of the transcript, and `reply` what a repetition gets. `ended_by` is `tool:<name>` where
-        the reply calls a tool, else a finish reason: it tells how soon the next turn may come. From `observed` the next
-        turns' ways are chosen better. `report` is what the turn's cache did, for `get` and `list`.
+        the reply calls a tool, else a finish reason: it tells how soon the next turn may come. Ways are learned from
+        `observed`, and `report` is what the turn's cache did, for `get` and `list`.
         """
         ttl_s = self._settings.checked_ttl_s(ttl_s)
         # The record first: it cannot fail behind this line, and dropping others for it frees budget.
@@ -333,11 +331,14 @@ class Home:
             raise session_is_unknown(session_id)
         return self._shown(session, now_s=now_s)
 
-    def list_sessions(self, *, tenant: str | None, now_s: float) -> dict[str, Any]:
-        """List the sessions of a tenant, or all: `sessions`, each with `tenant` and what `get` returns."""
+    def list_sessions(
+        self, *, tenant: str | None, now_s: float, limit: int | None = None, after: str | None = None
+    ) -> dict[str, Any]:
+        """List the sessions of a tenant, or all, or a page: `sessions`, each with `tenant` and what `get` returns."""
         self.sweep(now_s=now_s)
-        wanted = [session for session in self._sessions if tenant in {None, session.key[0]}]
-        return {"sessions": [{"tenant": session.key[0], **self._shown(session, now_s=now_s)} for session in wanted]}
+        page, has_more = page_of([s for s in self._sessions if tenant in {None, s.key[0]}], limit, after)
+        sessions = [{"tenant": session.key[0], **self._shown(session, now_s=now_s)} for session in page]
+        return {"sessions": sessions, "has_more": has_more}
 
     def metrics(self, *, now_s: float) -> dict[str, Any]:
         """Return `metrics.HOME`, true at this moment, as `{"metrics": {name: [[label values, value], …]}}`."""

@@ -1,8 +1,9 @@
 """The record of one session: its history by turns, and how to cut it between two of them.
 
-Plain data; only `sessions` changes it.
+Plain data; only `sessions` changes it. `page_of` puts many of them in order.
 """
 
+import heapq
 from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -12,6 +13,8 @@ from bidikv_sdk.prefix import common_prefix_length
 from .errors import TurnConflict
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .records import Key
 
 # About what an empty record costs: its objects and its places in the tables.
@@ -104,3 +107,14 @@ class Session:
         ids_bytes = self.token_ids.itemsize * len(self.token_ids)
         text_bytes = sum(map(len, self.transcript)) + sum(map(len, self.replaced)) + len(self.last_report)
         return _RECORD_BYTES + text_bytes + ids_bytes + reply_bytes
+
+
+def page_of(sessions: "Sequence[Session]", limit: int | None, after: str | None) -> "tuple[Sequence[Session], bool]":
+    """Return at most `limit` sessions by their ids, from the one behind `after` on, and whether others follow.
+
+    None for `limit` is all of them, in the given order.
+    """
+    if limit is None:
+        return sessions, False
+    rest = [session for session in sessions if after is None or session.key[1] > after]
+    return heapq.nsmallest(limit, rest, key=lambda session: session.key[1]), len(rest) > limit

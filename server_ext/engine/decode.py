@@ -64,8 +64,8 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
         (group,) = kv_cache_config.kv_cache_groups
         self._block_bytes = len(group.layer_names) * group.kv_cache_spec.page_size_bytes
         self._max_request_blocks = num_blocks(vllm_config.model_config.max_model_len, self.block_size)
-        self._rates = LearnedRates(ConstantRates(attention_tokens=compat.attention_tokens(vllm_config)))
-        self._steps = StepWatch(self._rates)
+        self.rates = LearnedRates(ConstantRates(attention_tokens=compat.attention_tokens(vllm_config)))
+        self._steps = StepWatch(self.rates)
         self._home: Home
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
@@ -80,7 +80,7 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
             secret=self._settings.secret,
             make_address=self._address,
             new_nonce=lambda: secrets.token_urlsafe(16),
-            rates=self._rates,
+            rates=self.rates,
             count_running=self._steps.count_running,
         )
         compat.guard_allocations(manager, self._make_room, self._before_reset)

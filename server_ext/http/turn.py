@@ -37,8 +37,9 @@ class Plan:
     - `nonce`: of this turn; the engine knows the turn's request by it.
     - `fingerprint`: of D's model and weights; what P computes under another one is of no use.
     - `prompt`: what D and P compute.
-    - `route`: the way it goes; `asked` is the one that the caller forces (None: none), which may not be possible, and
-      `choice` tells what it was chosen from (None: nothing was).
+    - `route`: the way it goes.
+    - `asked`: the way that the caller asked for, None for none; where there is nothing to fetch the two differ.
+    - `choice`: what the way was chosen from; None where nothing was.
     - `ticket`: signed transfer parameters for reading the lease; None where P gets none.
     - `held_tokens`, `diverged_at`: of the lease, for the report.
     - `lease_reason`: why the lease is gone or smaller; None where it is whole.
@@ -52,8 +53,8 @@ class Plan:
     request_id: str
     prompt: Prompt
     route: Route
-    choice: Choice | None
     asked: Route | None
+    choice: Choice | None
     ticket: dict[str, Any] | None
     held_tokens: int
     diverged_at: int | None
@@ -323,7 +324,7 @@ class Turn:
             return plan.lease_reason
         if plan.ticket_reason is not None:
             return plan.ticket_reason
-        return "cheapest" if plan.asked is None else "forced"
+        return "forced" if plan.asked is not None else "cheapest"
 
     def _timings(self) -> Timings:
         clock, prefilled = self._clock, self._prefilled
