@@ -31,10 +31,7 @@ TOLERANCE = 1e-3
 LONGEST_PROMPT = 900
 ANSWER = "<|im_start|>assistant\n"
 CLOSING = "<|im_end|>\n"
-DEFAULT_SYSTEM = {
-    "role": "system",
-    "content": "You are a helpful AI assistant named SmolLM, trained by Hugging Face",
-}
+DEFAULT_SYSTEM = {"role": "system", "content": "You are a helpful AI assistant named SmolLM, trained by Hugging Face"}
 STOPS = ("a", "e", "i", "1", " ")
 
 
