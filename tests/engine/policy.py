@@ -6,6 +6,7 @@ a tool, and every second one to answer. What it says is still the model's own. N
 
 from __future__ import annotations
 
+import contextlib
 import json
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -94,8 +95,9 @@ class Policy:
             if name in reply.headers:
                 handler.send_header(name, reply.headers[name])
         handler.send_header("Content-Length", str(len(reply.content)))
-        handler.end_headers()
-        handler.wfile.write(reply.content)
+        with contextlib.suppress(ConnectionError):  # a renewal whose agent has ended meanwhile
+            handler.end_headers()
+            handler.wfile.write(reply.content)
 
 
 def _heard(body: dict[str, Any], reply: httpx.Response) -> Heard:

@@ -49,8 +49,8 @@ def changed_lines(framework: str) -> int:
     return sum(max(i2 - i1, j2 - j1) for kind, i1, i2, j1, j2 in codes if kind != "equal")
 
 
-def shape_of(rig: Rig, heard: list[Heard]) -> Any:
-    """Return the policy: call `look`, then answer; greedily, and briefly."""
+def shape_of(rig: Rig, heard: list[Heard], *, answer_tokens: int = 12) -> Any:
+    """Return the policy: call `look`, then answer; greedily, and with so many tokens."""
     (blank,), (quote,) = rig.ids_of(" "), rig.ids_of('"')
     letters = [token for letter in map(chr, range(33, 127)) for token in rig.ids_of(letter)]
     # JSON allows blanks everywhere and strings without end, and a random model takes what it can get.
@@ -60,7 +60,7 @@ def shape_of(rig: Rig, heard: list[Heard]) -> Any:
         names = [tool["function"]["name"] for tool in body.get("tools", ())]
         for tool in body.get("tools", ()):
             tool["function"]["strict"] = True
-        body |= {"model": TINY, "temperature": 0, "max_tokens": 12}
+        body |= {"model": TINY, "temperature": 0, "max_tokens": answer_tokens}
         is_first = len(heard) % 2 == 0
         # smolagents answers by a tool as well.
         name = "look" if is_first else "final_answer"
@@ -137,7 +137,8 @@ def test_a_framework(wide: Rig, framework: str, record_property: Any) -> None:
 def test_time_travel(wide: Rig) -> None:
     """A LangGraph run from an earlier checkpoint shares its cache, and leaves the first future its own."""
     heard: list[Heard] = []
-    with Policy(wide.stack.url, shape_of(wide, heard), heard) as policy:
+    # Its prompts are short, and less than 64 tokens are not worth a fetch.
+    with Policy(wide.stack.url, shape_of(wide, heard, answer_tokens=64), heard) as policy:
         in_environment("langchain", "-m", "examples.agents.langgraph_time_travel", url=policy.url)
     reports = [turn.bidikv for turn in heard if turn.bidikv is not None]
     branch = reports[3]["session"]
