@@ -7,11 +7,12 @@ PYTORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 BIN := .venv/bin
 EXTRAS := cpu,cli,demo,analyze,dev
 
-.PHONY: help demo faults soak mutants up down test lint clean
+.PHONY: help demo faults pressure soak mutants up down test lint clean
 
 help:
 	@echo "make demo    two engines on this machine, and what a turn costs with and without bidikv"
 	@echo "make faults  what happens when anything fails at any point of a turn, on two engines (20 minutes)"
+	@echo "make pressure  sessions that would hold more than D has, beside engines without leases (12 minutes)"
 	@echo "make soak    many agents for minutes, with faults, every answer checked (MINUTES=10 SEED=1 TRACES=folder)"
 	@echo "make mutants every guard taken out once: its tests must fail (10 minutes)"
 	@echo "make up      start a stack (ends with make down)"
@@ -35,6 +36,9 @@ demo: .venv/.stamp
 
 faults: .venv/.stamp
 	$(BIN)/python bench/faults.py
+
+pressure: .venv/.stamp
+	$(BIN)/python bench/pressure.py
 
 soak: .venv/.stamp
 	$(BIN)/python bench/soak.py --minutes $(or $(MINUTES),10) --seed $(or $(SEED),1) $(if $(TRACES),--traces $(TRACES))
