@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 ROOT: Final = Path(__file__).parents[1]
 DURATION_S: Final = 18.0
 ROUNDS: Final = 2
+_WARM_UP_DEADLINE_S: Final = 60.0
 
 
 class Run:
@@ -102,7 +103,8 @@ class Run:
         return pair
 
     async def _warm_up(self, arm: Arm) -> None:
-        await arm.warm_up(self.tokenize("warm " * 100))
+        # A pair that cannot hand anything over must not take hours to say so.
+        await asyncio.wait_for(arm.warm_up(self.tokenize("warm " * 100)), _WARM_UP_DEADLINE_S)
         arm.pair.freeze()
 
     async def measure(self, arm: Arm, percent: int, *, comes_to_rest: bool = True) -> None:
