@@ -21,12 +21,13 @@ sources_llamaindex := $(wildcard examples/frameworks/llamaindex/*.py)
 sources_plain := $(wildcard bidikv_sdk/*.py bidikv_sdk/integrations/_*.py) examples/frameworks/task.py \
   $(filter-out examples/agents/lang% examples/agents/openai_%,$(wildcard examples/agents/*.py))
 
-.PHONY: help demo faults soak mutants up down test integrations lint clean
+.PHONY: help demo faults pressure soak mutants up down test integrations lint clean
 .SECONDARY:
 
 help:
 	@echo "make demo    two engines on this machine, and what a turn costs with and without bidikv"
 	@echo "make faults  what happens when anything fails at any point of a turn, on two engines (20 minutes)"
+	@echo "make pressure  sessions that would hold more than D has, beside engines without leases (12 minutes)"
 	@echo "make soak    many agents for minutes, with faults, every answer checked (MINUTES=10 SEED=1 TRACES=folder)"
 	@echo "make mutants every guard taken out once: its tests must fail (10 minutes)"
 	@echo "make up      start a stack (ends with make down)"
@@ -51,6 +52,9 @@ demo: .venv/.stamp
 
 faults: .venv/.stamp
 	$(BIN)/python bench/faults.py
+
+pressure: .venv/.stamp
+	$(BIN)/python bench/pressure.py
 
 soak: .venv/.stamp
 	$(BIN)/python bench/soak.py --minutes $(or $(MINUTES),10) --seed $(or $(SEED),1) $(if $(TRACES),--traces $(TRACES))
