@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 
+from bench._cores import keep_off
 from bench._pressure_load import NUM_OTHERS, OTHER_TOKENS, other_prompt
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Others:
     """The process that asks; `start` returns at once."""
 
     def __init__(self) -> None:
-        self._process = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        self._process = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=keep_off)
         self._process.submit(time.monotonic).result()  # so that no start-up falls into a measurement
 
     def __enter__(self) -> Self:

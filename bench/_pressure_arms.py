@@ -286,7 +286,7 @@ class StockArm:
 
 
 def our_config(folder: Path) -> StackConfig:
-    """Return our stack as the run has it: default settings, but for times, which are scaled."""
+    """Return our stack as the run has it: default settings, but for the scaled time to live and the way of turns."""
     prefill, decode = free_ports()
     return StackConfig(
         model=str(ensure_tiny(size=WIDE)),
@@ -296,6 +296,7 @@ def our_config(folder: Path) -> StackConfig:
         secret_file=ensure_secret(folder),
         kv_cache_bytes=(POOL_BLOCKS + 1) * WIDE.kv_bytes(BLOCK_SIZE),  # one more is vLLM's null block
         max_model_len=MAX_MODEL_LEN,
-        settings={"default_ttl_s": float(TTL_S)},
+        # Every turn goes by P, as in the other arms: `auto` computes some on D, which is another comparison.
+        settings={"default_ttl_s": float(TTL_S), "default_route": "fetch"},
         extra_env={"VLLM_SERVER_DEV_MODE": "1"},
     )

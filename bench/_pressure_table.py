@@ -22,7 +22,7 @@ that would hold more than D has, while other requests run on D. Does holding hur
 | arm | what it is |
 |---|---|
 | `no_leases` | stock vLLM P/D: its own NIXL connector, nothing is held after a turn, a proxy in the benchmark |
-| `bidikv` | this project with its default settings: leases take at most half of D's blocks |
+| `bidikv` | this project: leases take at most half of D's blocks (the default), all turns go by P (`fetch`) |
 | `stock_bidirectional` | stock engines with `bidirectional_kv_xfer`; D holds each turn for its default, 480 s |
 | `stock_bidirectional_tuned` | the same, but D holds as long as our leases last: {ttl_s} s |
 
@@ -46,7 +46,8 @@ lease of 60 s lives {ttl_s} s here. The hold time at the default stays as it is.
 What favours whom: `no_leases` and the stock arms have their proxy in the benchmark's process, while our turns are
 conducted by D's API server, which also serves the others' streams: that counts against us. Where P reads a lease it
 computes less, and on two cores that leaves more for D: that counts for us. Stock engines get our pause of NIXL's
-polling thread, without which each would burn a core. The proxy drops a handle before P would decline it, as vLLM's
+polling thread, without which each would burn a core. D's engine has one core to itself in all arms, and everything
+else shares the rest. The proxy drops a handle before P would decline it, as vLLM's
 own example does. P's prefix cache is on everywhere, and as small as D's.
 
 ## What was found

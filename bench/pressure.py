@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from tokenizers import Tokenizer
 
+from bench._cores import kept_off, share_out
 from bench._machine import versions
 from bench._others import Others
 from bench._pressure import ARMS, BIDIKV, NO_LEASES, STOCK, STOCK_TUNED, Report, summary
@@ -105,6 +106,7 @@ class Run:
     async def _warm_up(self, arm: Arm) -> None:
         # A pair that cannot hand anything over must not take hours to say so.
         await asyncio.wait_for(arm.warm_up(self.tokenize("warm " * 100)), _WARM_UP_DEADLINE_S)
+        share_out(arm.pair.stack)
         arm.pair.freeze()
 
     async def measure(self, arm: Arm, percent: int, *, comes_to_rest: bool = True) -> None:
@@ -114,7 +116,8 @@ class Run:
         if comes_to_rest:
             await arm.pair.rest()
             await arm.pair.forget()
-        cell = await measure(arm, self._others, load, self.tokenize, comes_to_rest=comes_to_rest)
+        with kept_off():
+            cell = await measure(arm, self._others, load, self.tokenize, comes_to_rest=comes_to_rest)
         arm.pair.freeze()
         self.cells.append(cell)
         print(f"{percent} % {arm.name}: {json.dumps(summary([cell], lambda *_: Verdict(0, 0)))}", flush=True)
