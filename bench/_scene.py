@@ -181,7 +181,7 @@ def _num_unaccounted(rig: Rig) -> int:
         rig.step(role)
         busy = ("num_requests_running", "num_requests_waiting")
         total += sum(int(rig.metric(role, f"vllm:{name}")) for name in busy)
-    total += round(rig.metric("prefill", "vllm:kv_cache_usage_perc") * rig.pool_blocks)
+    total += round(rig.metric("prefill", "vllm:kv_cache_usage_perc") * rig.prefill_pool_blocks)
     num_leased: int = sum(session["lease"]["num_blocks"] for session in rig.sessions())
     pool = rig.pool()
     total += pool["pending_ticket_blocks"]

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
 MAX_SLOPE_MB_PER_MIN: Final = 1.0
+YOUNG_S: Final = 60.0
+"""A young engine grows, for it touches its memory for the first time."""
 # Fewer tell nothing of a slope.
 _MIN_SAMPLES: Final = 10
 
@@ -40,20 +42,34 @@ def slope_mb_per_min(points: Sequence[tuple[float, float]]) -> float:
     return sum((at_s - mean_s) * (value - mean) for at_s, value in points) / spread * 60 / 1e6
 
 
-def slopes(samples: Iterable[Sample], from_s: float) -> dict[str, float]:
+def slopes(samples: Iterable[Sample], from_s: float, ready_s: Mapping[int, float]) -> dict[str, float]:
     """Return each engine's slope from a moment on; of several incarnations the steepest one's.
 
     An engine of which there are too few samples is left out: nothing is known of it.
+
+    Args:
+        samples: of all engines.
+        from_s: the moment.
+        ready_s: by process id, when an engine was ready; it counts a minute later at the earliest.
     """
     lives: defaultdict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for sample in samples:
-        if sample.at_s >= from_s:
+        if sample.pid in ready_s and sample.at_s >= max(from_s, ready_s[sample.pid] + YOUNG_S):
             lives[sample.engine, sample.pid].append((sample.at_s, float(sample.rss_bytes)))
     found: dict[str, float] = {}
     for (engine, _), points in lives.items():
         if len(points) >= _MIN_SAMPLES:
             found[engine] = max(found.get(engine, float("-inf")), slope_mb_per_min(points))
     return found
+
+
+def curves(samples: Iterable[Sample], every_s: float = 30.0) -> dict[str, list[list[float]]]:
+    """Return each engine's memory over time, one sample each so many seconds, as pairs of seconds and MB."""
+    found: defaultdict[str, dict[int, list[float]]] = defaultdict(dict)
+    for sample in samples:
+        point = [round(sample.at_s, 1), round(sample.rss_bytes / 1e6, 1)]
+        found[sample.engine].setdefault(int(sample.at_s / every_s), point)
+    return {engine: list(points.values()) for engine, points in found.items()}
 
 
 @dataclass
@@ -73,7 +89,7 @@ class SoakResult:
     stale_reads: int
     blocks_leaked: int
     rss_slope_mb_per_min: Mapping[str, float]
-    rss_mb: Mapping[str, float]
+    rss_mb: Mapping[str, list[list[float]]]
     reference_rss_slope_mb_per_min: float | None
     engines_alive: bool
     wrong: list[dict[str, Any]] = field(default_factory=list)

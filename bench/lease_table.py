@@ -19,7 +19,10 @@ from typing import TYPE_CHECKING, Any, Final
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench._machine import versions
+from server_ext.core.cost import Observed, Start
+from server_ext.core.cost_model import CostModel
 from server_ext.core.home import Home
+from server_ext.core.rates import LearnedRates
 from server_ext.core.settings import HomeSettings
 
 if TYPE_CHECKING:
@@ -43,6 +46,8 @@ BARS_US: Final[Mapping[str, float]] = {
     "release": 50,
     "idle sweep": 50,
     "scheduler step": 100,
+    "choose": 50,
+    "learn": 50,
     "pin and release": 1000,
 }
 """Most microseconds (p50) of each row; rows without one are for information."""
@@ -114,7 +119,7 @@ def make_home(block_size: int) -> Home:
 def measure_table(block_size: int) -> dict[str, float]:
     """Return the p50 of each verb in microseconds: a first and a second turn of every session, and its end."""
     watch, home = Stopwatch(), make_home(block_size)
-    table = home._leases  # noqa: SLF001 (the verbs without what the session store adds)
+    table = home.leases
     num_turn_blocks = (LEASE_TOKENS + TURN_TOKENS) // block_size + 1
     keys = [("tenant", f"session-{i}") for i in range(NUM_LEASES)]
     ids = [array("i", range(i, i + LEASE_TOKENS + TURN_TOKENS)) for i in range(NUM_LEASES)]
@@ -153,6 +158,26 @@ def measure_table(block_size: int) -> dict[str, float]:
     return watch.p50_us()
 
 
+def measure_choices() -> dict[str, float]:
+    """Return what choosing a turn's way and learning from it cost, in microseconds (p50), with so many sessions."""
+    watch, model = Stopwatch(), CostModel(LearnedRates(), token_bytes=46_080)
+    shown = Observed(
+        prompt_tokens=LEASE_TOKENS + TURN_TOKENS,
+        reused_tokens=0,
+        fetched_tokens=LEASE_TOKENS,
+        prefill_s=0.3,
+        fetch_s=0.05,
+        handover_s=0.05,
+        pair="",
+    )
+    for number in range(3 * NUM_LEASES):
+        key = "tenant", f"session-{number % NUM_LEASES}"
+        start = Start(key=key, prompt_tokens=shown.prompt_tokens, matched_tokens=LEASE_TOKENS, num_running=8)
+        watch.time("choose", model.choose, str(number), start, now_s=float(number))
+        watch.time("learn", model.settle, str(number), shown, now_s=number + 0.5)
+    return watch.p50_us()
+
+
 def measure_block_pool() -> dict[str, float]:
     """Return what pinning and releasing 1,000 blocks costs in vLLM's own pool, in microseconds (p50)."""
     from vllm.v1.core.block_pool import BlockPool  # noqa: PLC0415 (takes seconds, and only this needs it)
@@ -175,6 +200,7 @@ def measure_block_pool() -> dict[str, float]:
 def main() -> int:
     """Measure, print, write; return the exit status."""
     rows = {f"block size {size}": measure_table(size) for size in BLOCK_SIZES}
+    rows["a turn's way"] = measure_choices()
     rows[f"vLLM's pool, {NUM_POOL_BLOCKS} blocks"] = measure_block_pool()
     missed = []
     for title, row in rows.items():

@@ -2,10 +2,10 @@
 
 It starts one P and one D with SmolLM2, measures their rates as `bidikv rates` does, replays planned sessions on them
 several at a time, simulates the same plan with the measured rates, and prints both sides. Nothing of the replay goes
-into the rates. P's own prefix cache never hits here, so that turns fetch all of their history; leases live shorter
-than some gaps, so that turns also lose it.
+into the rates. P's own prefix cache never hits here, so that turns fetch all of their history; the pool is small and
+leases live shorter than some gaps, so that turns also lose it.
 
-    python bench/simulated_vs_real.py [--seeds 1,2] [--json docs/simulate.json]
+    python -m bench.simulated_vs_real [--seeds 1] [--json out/simulated_vs_real.json] [--add]
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from rich.console import Console
 
 from bench._machine import versions
 from bidikv_sdk import AsyncBidiKV
-from server_ext.analysis.hardware import find_model
 from server_ext.analysis.memory import make_settings
 from server_ext.cli._measure import Measurement, say, words
 from server_ext.launch.command import StackConfig
@@ -41,18 +40,23 @@ if TYPE_CHECKING:
 
 OUT: Final = Path(__file__).resolve().parents[1] / "out"
 TTL_S: Final = 6.0
-MAX_GAP_S: Final = 40.0
+MAX_GAP_S: Final = 20.0
 MIN_DELTA_TOKENS: Final = 40
-LONGEST_TOKENS: Final = 1500
+LONGEST_TOKENS: Final = 2000
 CONTEXT_TOKENS: Final = 4096
 STEP_TOKENS: Final = 256
-# Shorter than `SMALL`, for a plan must end within minutes where a core computes 150 tokens a second.
+BLOCK_TOKENS: Final = 32
+# Room for a dozen sessions or so, and for four under leases: budgets clip some, requests take what others left.
+KV_CACHE_BYTES: Final = 512 << 20
+BUDGET: Final = 0.5
+# Shorter than `SMALL`, for a plan must end within minutes on one core for each engine.
 WORKLOAD: Final = replace(
     SMALL,
     num_turns=LogNormal(8, 0.4),
-    system_tokens=128,
-    first=LogNormal(400, 0.5),
-    output=LogNormal(20, 0.5),
+    max_turns=12,
+    system_tokens=100,
+    first=LogNormal(400, 0.4),
+    output=LogNormal(16, 0.5),
     compaction_share=0,
     early_edit_share=0,
     late_edit_share=0,
@@ -89,21 +93,25 @@ def main() -> int:
         secret_file=ensure_secret(state_dir),
         fresh_prefill_salt=True,
         max_model_len=CONTEXT_TOKENS,
-        settings={"default_ttl_s": TTL_S, "budget_fraction": 1.0},
+        kv_cache_bytes=KV_CACHE_BYTES,
+        settings={"default_ttl_s": TTL_S, "budget_fraction": BUDGET, "default_route": "fetch"},
     )
     with running_stack(
         config, state_dir, lambda p: console.print(f"{p.elapsed_s:5.0f} s  {p.role:8} {p.stage}")
     ) as stack:
-        rates, runs, raw = asyncio.run(measure(stack.url, model, args))
+        rates, runs, raw = asyncio.run(measure(stack.url, args))
     report = {
         "versions": versions(),
         "ttl_s": TTL_S,
+        "budget_fraction": BUDGET,
         "workload": asdict(WORKLOAD),
         "rates": rates.to_json(),
         "samples": raw,
         "runs": runs,
     }
     path = Path(args.json)
+    if args.add and path.exists():
+        report["earlier"] = json.loads(path.read_text("utf-8"))
     path.parent.mkdir(exist_ok=True, parents=True)
     path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     for run in runs:
@@ -115,14 +123,15 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--seeds", default="1,2", help="one plan each")
-    parser.add_argument("--sessions", type=int, default=10, help="of a plan")
+    parser.add_argument("--seeds", default="1", help="one plan each, such as 1,2")
+    parser.add_argument("--sessions", type=int, default=20, help="of a plan")
     parser.add_argument("--concurrent", type=float, default=3.0, help="sessions at a time, about")
+    parser.add_argument("--add", action="store_true", help="keep what the file has, under `earlier`")
     parser.add_argument("--json", default=str(OUT / "simulated_vs_real.json"))
     return parser.parse_args()
 
 
-async def measure(url: str, model: str, args: argparse.Namespace) -> tuple[FleetRates, list[Any], dict[str, Any]]:
+async def measure(url: str, args: argparse.Namespace) -> tuple[FleetRates, list[Any], dict[str, Any]]:
     """Return the rates, both sides of every plan, and the samples of the rates."""
     async with (
         httpx.AsyncClient(trust_env=False, timeout=600) as http_client,
@@ -134,12 +143,12 @@ async def measure(url: str, model: str, args: argparse.Namespace) -> tuple[Fleet
         shape = Shape(
             model="smollm2-135m",
             source=f"measured with prompts of up to {LONGEST_TOKENS} tokens",
-            kv_bytes_per_token=find_model(model).kv_bytes_per_token,
+            kv_bytes_per_token=KV_CACHE_BYTES // pool_tokens,
             max_context_tokens=CONTEXT_TOKENS,
             pool_tokens=pool_tokens,
             step_tokens=STEP_TOKENS,
         )
-        rates = fit_rates(shape, measured.turns, measured.decodes)
+        rates = fit_rates(shape, measured.turns, measured.decodes, measured.besides)
         console.print(rates.to_json())
         overheads = await overhead(client)
         runs = []
@@ -167,7 +176,7 @@ def planned(args: argparse.Namespace, seed: int, rates: FleetRates) -> list[Plan
     """Return the sessions of a seed, with gaps that end within minutes and deltas that a chat template can have."""
     sample = list(generate(WORKLOAD, 100, seed=seed + 1000, rate_per_s=None))
     turns = [turn for session in sample for turn in session.turns]
-    busy_s = sum(min(turn.gap_s, MAX_GAP_S) + turn.output_tokens * rates.decode_step_s + 1.5 for turn in turns)
+    busy_s = sum(min(turn.gap_s, MAX_GAP_S) + turn.output_tokens * rates.decode_step_s + 0.5 for turn in turns)
     rate_per_s = args.concurrent / (busy_s / len(sample))
     plan = []
     for session in generate(WORKLOAD, args.sessions, seed=seed, rate_per_s=rate_per_s):
@@ -227,10 +236,10 @@ def simulated(rates: FleetRates, plan: list[PlannedSession]) -> Results:
             num_prefill=1,
             num_decode=1,
             rates=rates,
-            settings=make_settings(1.0, TTL_S),
+            settings=make_settings(BUDGET, TTL_S),
             route="fetch",
             has_prefill_cache=False,
-            chunk_tokens=16,
+            chunk_tokens=BLOCK_TOKENS,
         )
     )
     return fleet.run(iter(plan))

@@ -33,7 +33,7 @@ from bench._reference import Reference, judge
 from bench._scene import num_leaked
 from bench._soak_agents import Agents
 from bench._soak_plan import TIME_DIVISOR, kills, made_up, measured_from_s, other_faults, recorded
-from bench._soak_result import Sample, SoakResult, slopes
+from bench._soak_result import YOUNG_S, Sample, SoakResult, curves, slopes
 from bench.faults import leave_in_order
 from server_ext.analysis.problems import Problems
 from server_ext.launch.command import ROLES
@@ -64,8 +64,13 @@ PLAN: Final = Plan(
     gated=True,
     max_model_len=3072,
     pool_blocks=599,
+    # As one P of many, which has served others since: it holds the history of a few sessions only.
+    prefill_pool_blocks=199,
     prefill_step_tokens=512,
     fresh_prefill_salt=False,
+    # On CPUs oneDNN keeps compiled kernels for each number of tokens that a step of vLLM ever had: half a gigabyte in
+    # the end, but not within minutes, and no leak of ours could be seen in it. So all three engines keep few.
+    env={"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"},
 )
 REFERENCE_KV_BYTES: Final = 32 << 20
 _SAMPLE_S: Final = 2.0
@@ -143,6 +148,8 @@ class Soak:
         self.samples: list[Sample] = []
         self.faults: Counter[str] = Counter()
         self.stale_reads = 0
+        self.ready_s: dict[int, float] = {reference.pid: -YOUNG_S}
+        self.ready_s |= {rig.stack.child(role).pid: -YOUNG_S for role in ROLES}
         self.is_over = threading.Event()
         self._reference = reference
         self._seed = seed
@@ -189,12 +196,16 @@ class Soak:
         for kill in kills(Random(f"{self._seed}-kills"), self._duration_s):
             if self.is_over.wait(max(0.0, kill.at_s - self.at_s)):
                 return
+            if self.at_s > measured_from_s(self._duration_s):
+                self._say(f"{kill.role} is not killed: on this machine the starts before took too long")
+                return
             with self._engines:
                 self._say(f"kill -9 {kill.role}")
                 with suppress(httpx.TransportError):  # too busy to say
                     self.count_stale_reads()
                 self.rig.kill(kill.role)
                 self.rig.restart(kill.role)
+                self.ready_s[self.rig.stack.child(kill.role).pid] = self.at_s
                 self._say(f"{kill.role} is back")
             self.faults[f"{_letter(kill.role)} killed"] += 1
 
@@ -255,7 +266,7 @@ def soak(rig: Rig, reference: Reference, args: argparse.Namespace) -> SoakResult
 
 
 def _result(run: Soak, agents: Agents, judges: Judges, leaked: int, settings: dict[str, Any]) -> SoakResult:
-    found = slopes(run.samples, settings["memory_watched_from_s"])
+    found = slopes(run.samples, settings["memory_watched_from_s"], run.ready_s)
     return SoakResult(
         settings=settings,
         versions=versions(),
@@ -270,7 +281,7 @@ def _result(run: Soak, agents: Agents, judges: Judges, leaked: int, settings: di
         stale_reads=run.stale_reads,
         blocks_leaked=leaked,
         rss_slope_mb_per_min={role: found[role] for role in ROLES if role in found},
-        rss_mb={sample.engine: sample.rss_bytes / 1e6 for sample in run.samples},
+        rss_mb=curves(run.samples),
         reference_rss_slope_mb_per_min=found.get("reference"),
         engines_alive=_are_alive(run.rig),
         wrong=judges.wrong[:_MAX_SHOWN],
@@ -287,7 +298,9 @@ def _settings(args: argparse.Namespace, from_s: float) -> dict[str, Any]:
         "memory_watched_from_s": from_s,
         "mean_fault_gap_s": _MEAN_FAULT_GAP_S,
         "pool_blocks": PLAN.pool_blocks,
+        "prefill_pool_blocks": PLAN.prefill_pool_blocks,
         "max_model_len": PLAN.max_model_len,
+        "env": dict(PLAN.env),
         "bidikv": PLAN.settings,
     }
 

@@ -13,11 +13,11 @@ May import every other module of the package but `testing`.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 
 from bidikv_sdk._clock import Clock
 from bidikv_sdk._errors import ConfigurationError
-from bidikv_sdk._requests import Call, read_sessions
+from bidikv_sdk._requests import pages
 from bidikv_sdk._session import AsyncSession, Session
 from bidikv_sdk._state import SessionState
 from bidikv_sdk._transport import AsyncTransport, Settings, Transport
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S: Final = 600.0
 _MAX_RETRIES: Final = 2
-_LIST: Final = Call("GET", "sessions")
 
 
 class _BaseClient:
@@ -180,13 +179,19 @@ class BidiKV(_BaseClient):
         return Session(state, self._transport, self._clock)
 
     def sessions(self) -> list[SessionInfo]:
-        """Return the caller's sessions on the server.
+        """Return the caller's sessions on the server, however many requests that takes.
 
         Raises:
             APIConnectionError: the server cannot be reached.
             APIStatusError: the server refuses.
         """
-        return read_sessions(self._transport.send(_LIST))
+        calls = pages()
+        try:
+            call = next(calls)
+            while True:
+                call = calls.send(self._transport.send(call))
+        except StopIteration as stop:
+            return cast("list[SessionInfo]", stop.value)
 
     def close(self) -> None:
         """Close the connections, unless the HTTP client was injected; sessions live on."""
@@ -295,13 +300,19 @@ class AsyncBidiKV(_BaseClient):
         return AsyncSession(state, self._transport, self._clock)
 
     async def sessions(self) -> list[SessionInfo]:
-        """Return the caller's sessions on the server.
+        """Return the caller's sessions on the server, however many requests that takes.
 
         Raises:
             APIConnectionError: the server cannot be reached.
             APIStatusError: the server refuses.
         """
-        return read_sessions(await self._transport.send(_LIST))
+        calls = pages()
+        try:
+            call = next(calls)
+            while True:
+                call = calls.send(await self._transport.send(call))
+        except StopIteration as stop:
+            return cast("list[SessionInfo]", stop.value)
 
     async def close(self) -> None:
         """Close the connections, unless the HTTP client was injected; sessions live on."""

@@ -23,6 +23,7 @@ from bidikv_sdk.wire import (
     Reason,
     SessionInfo,
     Timings,
+    sessions_to_json,
 )
 
 if TYPE_CHECKING:
@@ -153,6 +154,18 @@ class FakeStore:
         session.tools = body.get("tools", session.tools)
         session.last_key = session.last_completion = session.last_cache = None
         return session
+
+    def page(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """Return the list of sessions, or a page of it."""
+        ids = list(self.sessions)
+        limit = query.get("limit")
+        if limit is not None:
+            if not limit.isdigit() or int(limit) < 1:
+                raise Refused(ErrorInfo("invalid_request", f"limit is {limit!r}", param="limit"))
+            ids = sorted(session_id for session_id in ids if session_id > query.get("after", ""))
+        kept = ids[: int(limit)] if limit is not None else ids
+        infos = [self.shown(self.known(session_id)) for session_id in kept]
+        return sessions_to_json(infos, has_more=len(kept) < len(ids))
 
     def fork(self, parent: FakeSession, body: Mapping[str, Any]) -> FakeSession:
         """Open a child with a session's history up to a turn, or return the one that this fork has opened before."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from urllib.parse import parse_qsl
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -26,12 +28,13 @@ _LONGEST_ID: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class FakeRequest:
-    """A request; `headers` by lower-case names, `path` still quoted and without a query."""
+    """A request; `headers` by lower-case names, `path` still quoted and without its query."""
 
     method: str
     path: str
     headers: Mapping[str, str]
     content: bytes
+    query: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -116,10 +119,10 @@ def transport_of(module: Any, answer: Answer) -> Any:
     stream_kind = type("EventStream", (_EventStream, module.SyncByteStream, module.AsyncByteStream), {})
 
     def handle(request: Any) -> Any:
-        path = request.url.raw_path.decode().partition("?")[0]
+        path, _, query = request.url.raw_path.decode().partition("?")
         headers = {name.lower(): value for name, value in request.headers.items()}
         with _as_errors_of(module):
-            reply = answer(FakeRequest(request.method, path, headers, request.content))
+            reply = answer(FakeRequest(request.method, path, headers, request.content, dict(parse_qsl(query))))
         if reply.events is None:
             return module.Response(reply.status, content=reply.content, headers=reply.headers)
         return module.Response(reply.status, headers=reply.headers, stream=stream_kind(module, reply))
@@ -179,7 +182,7 @@ def served(answer: Answer, port: int) -> Iterator[str]:
             with lock:
                 reply.on_close()
 
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    server = _Server(("127.0.0.1", port), Handler)
     server.daemon_threads = True
     server.block_on_close = False  # a connection that a client keeps open is no reason to wait
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
@@ -190,6 +193,13 @@ def served(answer: Answer, port: int) -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # A client that hangs up, as most do when their process ends, is nothing to print.
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -205,13 +215,14 @@ class _Handler(BaseHTTPRequestHandler):
     def left(self, reply: FakeReply) -> None:
         raise NotImplementedError
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - http.server's name
         """Print nothing."""
 
     def _serve(self) -> None:
         content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         headers = {name.lower(): value for name, value in self.headers.items()}
-        request = FakeRequest(self.command, self.path.partition("?")[0], headers, content)
+        path, _, query = self.path.partition("?")
+        request = FakeRequest(self.command, path, headers, content, dict(parse_qsl(query)))
         try:
             reply = self.answered(request)
         except Exception:  # noqa: BLE001 - a scripted break, or an error that a test gave: the client sees no reply

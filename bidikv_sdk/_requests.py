@@ -10,6 +10,7 @@ import json
 import secrets
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 from urllib.parse import quote
 
@@ -17,7 +18,7 @@ from bidikv_sdk._errors import APIStatusError, InvalidResponse, ServerExtensionM
 from bidikv_sdk.wire import PROTOCOL, ErrorInfo, ProtocolError, SessionInfo, sessions_from_json
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping, Sequence
 
     from bidikv_sdk._types import ChatCompletion, Delta, Message
     from bidikv_sdk.wire import CacheReport
@@ -26,6 +27,8 @@ _ResultT = TypeVar("_ResultT")
 TurnParts: TypeAlias = "tuple[Message, SessionInfo, CacheReport]"
 
 _MAX_ID_LENGTH: Final = 256
+# Sessions in one reply to the list call: a few hundred kilobytes.
+_PAGE: Final = 500
 # The SDK sets these itself; a chat parameter of that name would break the turn.
 _RESERVED_PARAMETERS: Final = frozenset({"session_id", "turn", "messages", "stream", "bidikv"})
 
@@ -161,14 +164,22 @@ def read_session(reply: Reply) -> SessionInfo:
     return _checked(lambda: SessionInfo.from_json(data.get("bidikv")), reply, data)
 
 
-def read_sessions(reply: Reply) -> list[SessionInfo]:
-    """Read the reply to the list call.
+def pages() -> Generator[Call, Reply, list[SessionInfo]]:
+    """Yield the calls that list the caller's sessions, page by page, take their replies, and return all.
 
     Raises:
-        InvalidResponse: it breaks the protocol.
+        InvalidResponse: a reply breaks the protocol.
     """
-    data = _json_object(reply)
-    return _checked(lambda: sessions_from_json(data), reply, data)
+    found: list[SessionInfo] = []
+    path = f"sessions?limit={_PAGE}"
+    reply = yield Call("GET", path)
+    while True:
+        data = _json_object(reply)
+        page = _checked(partial(sessions_from_json, data), reply, data)
+        found += page
+        if not page or data.get("has_more") is not True:
+            return found
+        reply = yield Call("GET", f"{path}&after={quote(page[-1].session, safe='')}")
 
 
 def read_completion(reply: Reply) -> ChatCompletion:

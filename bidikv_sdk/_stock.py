@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _SyncT_co = TypeVar("_SyncT_co", covariant=True)
 _AsyncT_co = TypeVar("_AsyncT_co", covariant=True)
 
-# What a session can serve; the base URL ends before.
-_ROUTES: Final = ("/chat/completions", "/messages")
+# What a session can serve, and where the base URL of its server ends before it.
+_ROUTES: Final = {"/chat/completions": "/chat/completions", "/v1/messages": "/messages"}
 # It says who calls, and so whose the session is.
 _KEY_HEADER: Final = "Authorization"
 _REPLACED_HEADERS: Final = frozenset({"content-length", "transfer-encoding"})
@@ -97,7 +97,7 @@ class _Marking:
     def _session_of(self, request: Any) -> CurrentSession | None:
         """Return the session that a request is to be sent in."""
         session = active_session()
-        is_served = request.method == "POST" and request.url.path.endswith(_ROUTES)
+        is_served = request.method == "POST" and request.url.path.endswith(tuple(_ROUTES))
         return session if is_served and "content-encoding" not in request.headers else None
 
     def _mark(self, request: Any, session: CurrentSession) -> Any:
@@ -110,7 +110,7 @@ class _Marking:
             request.method, request.url, headers=headers, content=content, extensions=request.extensions
         )
         url = str(request.url).partition("?")[0]
-        base_url = url[: -len(next(route for route in _ROUTES if url.endswith(route)))]
+        base_url = next(url.removesuffix(rest) for route, rest in _ROUTES.items() if url.endswith(route))
         keys = {_KEY_HEADER: request.headers[_KEY_HEADER]} if _KEY_HEADER in request.headers else {}
         session.sent_to(Server(self._module, self._inner, base_url, keys, self._clock))
         return marked

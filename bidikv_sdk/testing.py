@@ -41,7 +41,7 @@ from bidikv_sdk._fake_http import (
     transport_of,
 )
 from bidikv_sdk._fake_replies import ScriptedReply, chunks_of, last_chunk_of, whole_chunk_of
-from bidikv_sdk.wire import PROTOCOL, ErrorInfo, sessions_to_json
+from bidikv_sdk.wire import PROTOCOL, ErrorInfo
 
 if TYPE_CHECKING:
     import asyncio
@@ -303,7 +303,7 @@ class FakeServer:
             elif verb == "chat":
                 reply = self._chat(session_id, named_parent(body, request.headers), body, fault)
             else:
-                reply = json_reply(200, self._control(verb, session_id or "", body))
+                reply = json_reply(200, self._control(verb, session_id or "", body, request.query))
         except Refused as refused:
             return error_reply(refused.info)
         if fault is not None and not body.get("stream"):
@@ -323,15 +323,13 @@ class FakeServer:
             if body.get("bidikv", {}).get("protocol") != PROTOCOL:
                 raise Refused(ErrorInfo("protocol_mismatch", f"this server speaks protocol {PROTOCOL}"))
 
-    def _control(self, verb: str, session_id: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _control(self, verb: str, session_id: str, body: dict[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
         store = self._store
         if verb == "models":
-            return {
-                "object": "list",
-                "data": [{"id": store.model, "object": "model", "created": 0, "owned_by": "fake"}],
-            }
+            model = {"id": store.model, "object": "model", "created": 0, "owned_by": "fake"}
+            return {"object": "list", "data": [model]}
         if verb == "list":
-            return sessions_to_json(store.shown(store.known(known_id)) for known_id in store.sessions)
+            return store.page(query)
         if verb == "open":
             return {"bidikv": store.info(store.open(session_id, body)).to_json()}
         session = store.known(session_id)

@@ -356,9 +356,9 @@ class ErrorInfo:
         )
 
 
-def sessions_to_json(sessions: Iterable[SessionInfo]) -> dict[str, Any]:
-    """Return the body of `GET /v1/sessions`."""
-    return {"object": "list", "data": [session.to_json() for session in sessions]}
+def sessions_to_json(sessions: Iterable[SessionInfo], *, has_more: bool = False) -> dict[str, Any]:
+    """Return the body of `GET /v1/sessions`; `has_more`: this is a page, and others follow."""
+    return {"object": "list", "data": [session.to_json() for session in sessions], "has_more": has_more}
 
 
 def sessions_from_json(data: object) -> list[SessionInfo]:
@@ -425,8 +425,9 @@ class _Reader:
 
     def word(self, key: str, words: tuple[_WordT, ...]) -> _WordT:
         value = self.value(key)
-        if value in words:
-            return value
+        for word in words:
+            if value == word:
+                return word
         raise self._wrong(key, value, f"one of {', '.join(words)}")
 
     def word_or_none(self, key: str, words: tuple[_WordT, ...]) -> _WordT | None:

@@ -2,19 +2,22 @@
 
 The life of a turn: `begin` (what does its session still hold?) · `admit` (its request gets blocks, from leases where
 the pool is short, as on the server) · `end` (the blocks become the session's lease, as far as the budget allows). A
-block is a chunk of tokens, and a chunk's id stands for all up to its end. Not modelled: blocks that sessions share,
-and what an ended lease leaves in the prefix cache.
+block is a chunk of tokens, and a chunk's id stands for all up to its end. What nobody holds stays in the prefix cache
+until it is taken. Not modelled: blocks that sessions share.
 """
 
+import heapq
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from server_ext.core.errors import LeaseLost
 from server_ext.core.gaps import GapModel
 from server_ext.core.leases import LeaseTable
 from server_ext.core.policy import LeastValueFirst
@@ -23,53 +26,62 @@ from server_ext.core.records import Begun, Key
 from server_ext.core.settings import HomeSettings
 
 if TYPE_CHECKING:
+    from server_ext.core.leases import WantsTicket
     from server_ext.core.rates import Rates
 
 _FEW: Final = 48
 """Blocks up to which a loop is faster than numpy."""
-_SWEEPS_PER_TTL: Final = 16
-"""An engine that does nothing else looks so often for leases that have ended."""
 _MAX_ID: Final = int(np.iinfo(np.int32).max)
 
 
 class NumberPool:
-    """Counted references on numbered blocks (`server_ext.core.ports.BlockPins`)."""
+    """Counted references on numbered blocks (`server_ext.core.ports.BlockPins`).
+
+    As in vLLM, free blocks keep what is in them until they are taken, and those that were freed first are taken first.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         # The same memory twice: a loop is faster for a few blocks, numpy for many.
         self._references = array("i", bytes(4 * num_blocks))
         self._references_view = np.frombuffer(self._references, dtype=np.int32)
-        self._free = array("i", range(num_blocks))
+        self._free = OrderedDict.fromkeys(range(num_blocks))
+        self._seals: list[object | None] = [None] * num_blocks
 
     def pin(self, block_ids: Sequence[int]) -> None:
-        """Take a reference on each; blocks that nobody holds come from `take` only."""
-        if len(block_ids) > _FEW:
-            self._references_view[np.asarray(block_ids)] += 1
-            return
+        """Take a reference on each, of those that are free too."""
         references = self._references
+        if len(block_ids) > _FEW:
+            ids = np.asarray(block_ids, dtype=np.int32)
+            for block_id in ids[self._references_view[ids] == 0].tolist():
+                del self._free[block_id]
+            self._references_view[ids] += 1
+            return
         for block_id in block_ids:
+            if not references[block_id]:
+                del self._free[block_id]
             references[block_id] += 1
 
     def unpin(self, block_ids: Sequence[int]) -> None:
         """Give back a reference on each."""
+        references, free = self._references, self._free
         if len(block_ids) > _FEW:
             ids = np.asarray(block_ids, dtype=np.int32)
             self._references_view[ids] -= 1
-            self._free.frombytes(ids[self._references_view[ids] == 0].tobytes())
+            free.update(dict.fromkeys(ids[self._references_view[ids] == 0].tolist()))
             return
-        references, free = self._references, self._free
         for block_id in block_ids:
             left = references[block_id] = references[block_id] - 1
             if not left:
-                free.append(block_id)
+                free[block_id] = None
 
     def take(self, num_blocks: int) -> "array[int]":
-        """Return so many free blocks, with a reference on each; there must be as many."""
-        if not num_blocks:
-            return array("i")
-        ids = self._free[-num_blocks:]
-        del self._free[-num_blocks:]
-        self.pin(ids)
+        """Return so many free blocks, with a reference on each, and with a new seal; there must be as many."""
+        free, references, seals = self._free, self._references, self._seals
+        seal = object()
+        ids = array("i", [free.popitem(last=False)[0] for _ in range(num_blocks)])
+        for block_id in ids:
+            references[block_id] = 1
+            seals[block_id] = seal
         return ids
 
     def num_references(self, block_id: int) -> int:
@@ -77,8 +89,9 @@ class NumberPool:
         return self._references[block_id]
 
     def seals(self, block_ids: Sequence[int]) -> list[object | None]:
-        """Seal nothing: a replay does not know what other requests would have written over."""
-        return [None] * len(block_ids)
+        """Return the seals of blocks: each is that of its last `take`."""
+        seals = self._seals
+        return [seals[block_id] for block_id in block_ids]
 
     def num_free_blocks(self) -> int:
         """Return the number of free blocks."""
@@ -99,11 +112,13 @@ class Request:
     """[chunks of the prompt and the answer]."""
     begun: Begun
     held_tokens: int
-    """Of those that it could reuse, still held when it began."""
+    """Of those that it could reuse, held by a lease when it began."""
+    cached_tokens: int
+    """Of the same, in the engine's prefix cache, leased or not."""
+    num_shared: int
+    """Leading chunks that the session's last turn had too."""
     block_ids: "array[int]"
     """[chunks]; empty until it is admitted."""
-    num_revocations: int
-    """Of its engine when it began: while there are no more, all that matched is still there."""
 
 
 class DecodeMemory:
@@ -120,11 +135,11 @@ class DecodeMemory:
         self.pool = NumberPool(max(1, pool_tokens // chunk_tokens))
         self.chunk_tokens = chunk_tokens
         self.revoked_tokens = 0
-        self._num_revocations = 0
         self._gaps = GapModel(max_sessions=settings.max_sessions)
         numbers = count()
-        self._swept_s = 0.0
-        self._sweep_s = settings.default_ttl_s / _SWEEPS_PER_TTL
+        self._ttl_s = settings.default_ttl_s
+        self._dues: list[float] = []
+        """When leases may end."""
         self._retention_s = settings.session_retention_s
         self.table = LeaseTable(
             self.pool,
@@ -134,7 +149,8 @@ class DecodeMemory:
             new_ticket_id=lambda: f"ticket-{next(numbers)}",
             order=LeastValueFirst(self._gaps, rates, self.pool.num_references, block_size=1),
         )
-        self._blocks: dict[Key, array[int]] = {}
+        self._blocks: dict[Key, tuple[array[int], list[object | None]]] = {}
+        """Of each session's last request, with their seals."""
         self._ids: dict[Key, array[int]] = {}
         self._used: OrderedDict[Key, float] = OrderedDict()
         """When the last turn of each session that has none open ended."""
@@ -154,7 +170,7 @@ class DecodeMemory:
         prompt_tokens: int,
         output_tokens: int,
         shared_tokens: int,
-        want_ticket: bool,
+        want_ticket: "bool | WantsTicket",
         now_s: float,
     ) -> Request:
         """Begin a turn of a session that has none open.
@@ -166,7 +182,7 @@ class DecodeMemory:
             prompt_tokens: its length.
             output_tokens: of its answer.
             shared_tokens: of the prompt, that the session's last prompt and answer had already.
-            want_ticket: whether a prefill engine is to read what is held.
+            want_ticket: whether a prefill engine is to read what is held, or what says so (in tokens).
             now_s: simulated seconds.
         """
         self.catch_up(now_s)
@@ -177,28 +193,31 @@ class DecodeMemory:
         num_chunks = -(-(prompt_tokens + output_tokens) // chunk)
         ids = before[:num_shared] + self._fresh(max(0, num_chunks - num_shared))
         self._gaps.began(key, now_s=now_s)
+        wants = want_ticket if isinstance(want_ticket, bool) else _in_chunks(want_ticket, chunk)
         begun = self.table.begin(
-            key, ids[: -(-prompt_tokens // chunk)], fingerprint, now_s=now_s, want_ticket=want_ticket, nonce=nonce
+            key, ids[: -(-prompt_tokens // chunk)], fingerprint, now_s=now_s, want_ticket=wants, nonce=nonce
         )
-        is_whole = begun.held_tokens > 0 and begun.matched_tokens >= shared_tokens // chunk
-        held = shared_tokens if is_whole else begun.matched_tokens * chunk
         self._ids[key] = ids
-        return Request(key, nonce, ids, begun, held, array("i"), self._num_revocations)
+
+        def tokens(num_chunks: int) -> int:
+            # A last chunk that is not full counts where all before it is there.
+            return shared_tokens if num_chunks >= shared_tokens // chunk and num_shared else num_chunks * chunk
+
+        held = tokens(begun.matched_tokens) if begun.held_tokens else 0
+        cached = tokens(len(self._cached_ids(key, num_shared)))
+        return Request(key, nonce, ids, begun, held, max(held, cached), num_shared, array("i"))
 
     def admit(self, request: Request, *, now_s: float) -> bool:
-        """Give a request its blocks, those of its session's lease first; return False where it does not fit."""
-        pool, num_matched = self.pool, request.begun.matched_tokens
-        if num_matched and request.num_revocations != self._num_revocations:
-            num_matched = min(num_matched, self.table.info(request.key, now_s=now_s).num_blocks)
-        own_ids = self._blocks[request.key][:num_matched] if num_matched else array("i")
+        """Give a request its blocks, those that the prefix cache has first; return False where it does not fit."""
+        pool = self.pool
+        own_ids = self._cached_ids(request.key, request.num_shared)
         if own_ids:
             pool.pin(own_ids)
-        num_missing = len(request.ids) - num_matched
+        num_missing = len(request.ids) - len(own_ids)
         num_short = num_missing - pool.num_free_blocks()
         if num_short > 0:
             num_freed = self.table.revoke(num_short, now_s=now_s, all_or_nothing=True)
             self.revoked_tokens += num_freed * self.chunk_tokens
-            self._num_revocations += 1
         if num_missing > pool.num_free_blocks():
             if own_ids:
                 pool.unpin(own_ids)
@@ -214,18 +233,23 @@ class DecodeMemory:
             table.finish(request.nonce, request.block_ids, len(request.ids), request.ids, now_s=now_s)
             self.pool.unpin(request.block_ids)
             if table.is_open(request.nonce):
-                info = table.settle(request.nonce, len(request.ids), ttl_s=None, now_s=now_s)
-                self._blocks[key] = request.block_ids[: info.num_blocks]
+                table.settle(request.nonce, len(request.ids), ttl_s=None, now_s=now_s)
+            self._blocks[key] = request.block_ids, self.pool.seals(request.block_ids)
         else:
             table.abandon(request.nonce, return_ticket=True, now_s=now_s)
-        self._used[key] = self._swept_s = now_s
+        heapq.heappush(self._dues, now_s + self._ttl_s)
+        self._used[key] = now_s
+
+    def extend(self, key: Key, ttl_s: float, *, now_s: float) -> None:
+        """Keep a session's lease for longer, as its agent asks; without effect where there is none."""
+        with suppress(LeaseLost):
+            heapq.heappush(self._dues, now_s + self.table.extend(key, ttl_s, now_s=now_s).remaining_s)
 
     def catch_up(self, now_s: float) -> None:
-        """Sweep the table at moments in between where it was left alone for long, so that leases count as they end."""
-        while self.table.num_leased_blocks and self._swept_s + self._sweep_s < now_s:
-            self._swept_s += self._sweep_s
-            self.table.sweep(now_s=self._swept_s)
-        self._swept_s = now_s
+        """Let leases end when they were due, where the table was left alone since: so their time counts as it was."""
+        dues = self._dues
+        while dues and dues[0] <= now_s:
+            self.table.sweep(now_s=heapq.heappop(dues))
 
     def forget(self, key: Key, *, now_s: float) -> None:
         """Drop all that is known of a session without an open turn."""
@@ -234,6 +258,17 @@ class DecodeMemory:
         self._ids.pop(key, None)
         self._blocks.pop(key, None)
         self._used.pop(key, None)
+
+    def _cached_ids(self, key: Key, num_chunks: int) -> "array[int]":
+        """Return those of the first blocks of a session's last request that still have what was computed."""
+        found = self._blocks.get(key)
+        if found is None:
+            return array("i")
+        block_ids, before = found[0][:num_chunks], found[1][:num_chunks]
+        now = self.pool.seals(block_ids)
+        if now == before:
+            return block_ids
+        return block_ids[: next(i for i, pair in enumerate(zip(before, now, strict=True)) if pair[0] is not pair[1])]
 
     def _forget_old(self, now_s: float) -> None:
         """Drop the sessions that ended their last turn too long ago."""
@@ -250,6 +285,13 @@ class DecodeMemory:
         ids = array("i", range(self._next_id, self._next_id + num_ids))
         self._next_id += num_ids
         return ids
+
+
+def _in_chunks(wants: "WantsTicket", chunk_tokens: int) -> "WantsTicket":
+    def answer(num_matched: int, diverged_at: int | None) -> bool:
+        return wants(num_matched * chunk_tokens, None if diverged_at is None else diverged_at * chunk_tokens)
+
+    return answer
 
 
 def make_settings(budget_fraction: float, ttl_s: float) -> HomeSettings:

@@ -1,7 +1,8 @@
 """Runs the turns that tell the rates of running engines, through the public API alone.
 
 Order: `Measurement.run`: warm up the pair, prefills of growing length (`recompute`), fetches of growing histories
-(computed on D first, so that P has nothing of them), and answers side by side. Engines must be idle otherwise.
+(computed on D first, so that P has nothing of them), answers side by side, and a prefill beside an answer. Engines must
+be idle otherwise.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-from server_ext.simulation.fit import DecodeSample, TurnSample
+from server_ext.simulation.fit import BesideSample, DecodeSample, TurnSample
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ _DELTA_WORDS: Final = (20, 120)
 _MIN_TOKENS: Final = 24
 _BATCHES: Final = (1, 2, 4)
 _ANSWER_TOKENS: Final = 40
+_LONG_ANSWER: Final = 120
+_BESIDE_PARTS: Final = (0.1, 0.2, 0.1, 0.2)
 _SHORT_ANSWER: Final = 4
 """A first token that is also the last one is not timed by the server."""
 _BLOCK_SIZES: Final = tuple(1 << n for n in range(12))
@@ -53,9 +56,15 @@ class Said:
 
 
 async def say(
-    session: AsyncSession, text: str, *, num_tokens: int, route: Route | None, ttl_s: float | None = None
+    session: AsyncSession,
+    text: str,
+    *,
+    num_tokens: int,
+    route: Route | None,
+    ttl_s: float | None = None,
+    on_token: Callable[[float], None] = lambda _: None,
 ) -> Said:
-    """Run a turn whose answer has exactly so many tokens."""
+    """Run a turn whose answer has exactly so many tokens; `on_token` is told when each comes."""
     first_s = last_s = 0.0
     async with session.stream(
         text, route=route, ttl_s=ttl_s, max_tokens=num_tokens, min_tokens=num_tokens, temperature=0
@@ -64,6 +73,7 @@ async def say(
             if chunk["choices"]:
                 last_s = time.perf_counter()
                 first_s = first_s or last_s
+                on_token(last_s)
         turn = await stream.final_turn()
     usage = turn.completion.get("usage") or {"completion_tokens": num_tokens}
     given = usage["completion_tokens"]
@@ -95,6 +105,7 @@ class Measurement:
     on_step: Callable[[str], None]
     turns: list[TurnSample] = field(default_factory=list)
     decodes: list[DecodeSample] = field(default_factory=list)
+    besides: list[BesideSample] = field(default_factory=list)
     said: list[Said] = field(default_factory=list)
 
     async def run(self) -> None:
@@ -107,6 +118,7 @@ class Measurement:
             await self._prefills()
             await self._fetches()
         await self._answers()
+        await self._beside()
 
     async def _prefills(self) -> None:
         for part in _PREFILL_PARTS:
@@ -130,22 +142,9 @@ class Measurement:
     async def _turn(self, session: AsyncSession, num_words: int, route: Route) -> None:
         said = await say(session, words(num_words), num_tokens=_SHORT_ANSWER, route=route)
         self.said.append(said)
-        cache, took = said.cache, said.cache.timings_s
-        if took.prefill is None or took.handover is None:
-            return  # P had no part in it: that tells nothing of P
-        present = cache.reused_tokens + cache.fetched_tokens
-        self.turns.append(
-            TurnSample(
-                prompt_tokens=cache.prompt_tokens,
-                present_tokens=present,
-                fetched_tokens=cache.fetched_tokens,
-                handed_tokens=cache.prompt_tokens - (0 if route == "recompute" else cache.held_tokens),
-                control_s=(took.render or 0.0) + (took.begin or 0.0),
-                prefill_s=took.prefill,
-                fetch_s=took.fetch,
-                handover_s=took.handover,
-            )
-        )
+        sample = _sample(said, route)
+        if sample is not None:
+            self.turns.append(sample)
 
     async def _answers(self) -> None:
         for num in _BATCHES:
@@ -154,6 +153,36 @@ class Measurement:
             context = sum(one.cache.prompt_tokens + _ANSWER_TOKENS // 2 for one in answers)
             step_s = sum(one.token_s for one in answers) / num
             self.decodes.append(DecodeSample(num_sequences=num, context_tokens=context, step_s=step_s))
+
+    async def _beside(self) -> None:
+        """Prefill while an answer streams: engines that share a machine take each other's time."""
+        for part in _BESIDE_PARTS:
+            num_words = max(_MIN_TOKENS, round(part * self.max_tokens))
+            self.on_step(f"computing about {num_words} tokens beside an answer")
+            times: list[float] = []
+            has_begun = asyncio.Event()
+
+            def on_token(at_s: float, times: list[float] = times, has_begun: asyncio.Event = has_begun) -> None:
+                times.append(at_s)
+                has_begun.set()
+
+            async with self.client.session() as streaming, self.client.session() as session:
+                answer = asyncio.create_task(
+                    say(streaming, words(_MIN_TOKENS), num_tokens=_LONG_ANSWER, route="local", on_token=on_token)
+                )
+                await has_begun.wait()
+                begun_s = time.perf_counter()
+                said = await say(session, words(num_words), num_tokens=_SHORT_ANSWER, route="recompute")
+                streamed = await answer
+            sample = _sample(said, "recompute")
+            if sample is None:
+                continue
+            until_s = begun_s + sample.control_s + sample.prefill_s
+            between = [at_s for at_s in times if begun_s <= at_s <= until_s]
+            if len(between) > 1 and times[-1] > until_s + sample.handover_s:
+                context = streamed.cache.prompt_tokens + _LONG_ANSWER // 2
+                step_s = (between[-1] - between[0]) / (len(between) - 1)
+                self.besides.append(BesideSample(turn=sample, context_tokens=context, step_s=step_s))
 
     async def _answer(self) -> Said:
         async with self.client.session() as session:
@@ -168,7 +197,28 @@ class Measurement:
         """Return all samples, for the file."""
         from dataclasses import asdict
 
-        return {"turns": [asdict(one) for one in self.turns], "decodes": [asdict(one) for one in self.decodes]}
+        return {
+            "turns": [asdict(one) for one in self.turns],
+            "decodes": [asdict(one) for one in self.decodes],
+            "besides": [asdict(one) for one in self.besides],
+        }
+
+
+def _sample(said: Said, route: Route) -> TurnSample | None:
+    """Return what a turn tells; None where P had no part in it."""
+    cache, took = said.cache, said.cache.timings_s
+    if took.prefill is None or took.handover is None:
+        return None
+    return TurnSample(
+        prompt_tokens=cache.prompt_tokens,
+        present_tokens=cache.reused_tokens + cache.fetched_tokens,
+        fetched_tokens=cache.fetched_tokens,
+        handed_tokens=cache.prompt_tokens - (0 if route == "recompute" else cache.held_tokens),
+        control_s=(took.render or 0.0) + (took.begin or 0.0),
+        prefill_s=took.prefill,
+        fetch_s=took.fetch,
+        handover_s=took.handover,
+    )
 
 
 def block_size_of(leases: Sequence[tuple[int, int]]) -> int:

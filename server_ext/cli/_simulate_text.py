@@ -19,17 +19,20 @@ if TYPE_CHECKING:
     from server_ext.simulation.scenario import Advice, Cell, Scenario
 
 _LOST: Final = ("lease_expired", "lease_revoked", "over_budget")
+_FILE_WIDTH: Final = 132
 _GB: Final = 1e9
 
 
 def show(base: Scenario, cells: Sequence[Cell], advice: Advice, console: Console | None = None) -> None:
     """Print one answer in full, or a grid as a table, and the advice last."""
     console = console or Console()
+    if not console.is_terminal and len(cells) > 1:
+        console.width = max(console.width, _FILE_WIDTH)  # a file has no edge to wrap at
     rates = base.rates
     console.print(f"[bold]{escape(rates.model)}[/] [dim]{escape(rates.source)}[/]")
     load = "begin as logged" if base.concurrent is None else f"{base.concurrent:g} at a time"
     console.print(
-        f"[dim]{base.sessions:,} sessions, {load}; a pool of {rates.pool_tokens:,} tokens per engine; times to the "
+        f"[dim]{base.num_sessions:,} sessions, {load}; a pool of {rates.pool_tokens:,} tokens per engine; times to the "
         "first token in seconds[/]\n"
     )
     if len(cells) == 1:
@@ -68,7 +71,7 @@ def _show_one(base: Scenario, results: Results, console: Console) -> None:
 
 def _show_grid(cells: Sequence[Cell], console: Console) -> None:
     axes = list(cells[0].values)
-    table = _table(*axes, "first p50", "later p50", "p95", "p99", *OUTCOMES, "lost", "busy P", "D", "link")
+    table = _table(*axes, "first p50", "later p50", "p95", "p99", "token p95", *OUTCOMES, "lost", "busy P", "D", "link")
     for cell in cells:
         one = cell.results
         first, later = one.first_ttft_s or {}, one.later_ttft_s or {}
@@ -77,6 +80,7 @@ def _show_grid(cells: Sequence[Cell], console: Console) -> None:
             *(_word(cell.values[axis]) for axis in axes),
             *(f"{found[p]:.3f}" if found else "-" for found, p in ((first, "p50"), (later, "p50"))),
             *(f"{later[p]:.3f}" if later else "-" for p in ("p95", "p99")),
+            f"{one.token_s['p95'] * 1e3:.1f} ms" if one.token_s else "-",
             *(f"{one.outcomes.get(name, 0.0):.0%}" for name in OUTCOMES),
             f"{lost:.0%}",
             *(f"{one.utilisation[name]:.0%}" for name in ("prefill", "decode", "links_max")),

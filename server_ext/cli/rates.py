@@ -103,7 +103,7 @@ async def _measure(
         pool_tokens=_pool_tokens(measured),
         step_tokens=step_tokens,
     )
-    return fit_rates(shape, measured.turns, measured.decodes), measured.raw()
+    return fit_rates(shape, measured.turns, measured.decodes, measured.besides), measured.raw()
 
 
 async def _model_card(base_url: str, api_key: str | None) -> dict[str, Any]:
@@ -158,7 +158,11 @@ def _show(found: FleetRates) -> None:
         f"  hand over {found.handover_s_per_token * 1e6:,.1f} us/token, {found.handover_fixed_s * 1e3:.1f} ms each\n"
         f"  decode    {found.decode_step_s * 1e3:.1f} ms a step, {found.decode_s_per_sequence * 1e3:.2f} ms for each "
         f"further sequence, {found.decode_s_per_context_token * 1e6:.2f} us per token of context\n"
-        f"  control   {found.control_s * 1e3:.1f} ms"
+        f"  control   {found.control_s * 1e3:.1f} ms\n"
+        f"  beside each other, prefills take {found.prefill_slowdown:.2f} times as long, and decode steps "
+        f"{found.decode_slowdown:.2f} times;\n"
+        f"  calls wait for {found.control_steps:.1f} steps of a busy decode engine, hand-overs for "
+        f"{found.handover_steps:.1f}"
     )
 
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Look at sessions on D, keep or give back their leases, end them.")
 
+# One in 64 ids that the SDK makes begins with a dash.
+_DASHED_IDS = {"ignore_unknown_options": True}
+
 SessionId = Annotated[str, typer.Argument(metavar="ID", help="The session's id.")]
 SessionIds = Annotated[list[str], typer.Argument(metavar="ID...", help="Ids of sessions.")]
 
@@ -33,7 +36,7 @@ def list_sessions(base_url: BaseUrl = None, api_key: ApiKey = None, as_json: Jso
         make_console().print(make_table(sessions))
 
 
-@app.command()
+@app.command(context_settings=_DASHED_IDS)
 def show(session_id: SessionId, base_url: BaseUrl = None, api_key: ApiKey = None, as_json: Json = False) -> None:
     """Show one session: its lease, and what its last turn's cache did."""
     with connected(find_base_url(base_url), api_key) as client:
@@ -55,7 +58,7 @@ def show(session_id: SessionId, base_url: BaseUrl = None, api_key: ApiKey = None
         typer.echo(f"{name:16} {value}")
 
 
-@app.command()
+@app.command(context_settings=_DASHED_IDS)
 def extend(
     session_id: SessionId,
     ttl_s: Annotated[
@@ -74,7 +77,7 @@ def extend(
         typer.echo(f"{session_id}: {lease.num_blocks} blocks are kept for {seconds(lease.remaining_s)}")
 
 
-@app.command()
+@app.command(context_settings=_DASHED_IDS)
 def release(session_ids: SessionIds, base_url: BaseUrl = None, api_key: ApiKey = None, as_json: Json = False) -> None:
     """Give caches back and keep the sessions: their next turns compute again."""
     with connected(find_base_url(base_url), api_key) as client:
@@ -87,7 +90,7 @@ def release(session_ids: SessionIds, base_url: BaseUrl = None, api_key: ApiKey =
                 typer.echo(f"{session_id}: lease {info.lease.state}; {free}")
 
 
-@app.command()
+@app.command(context_settings=_DASHED_IDS)
 def end(session_ids: SessionIds, base_url: BaseUrl = None, api_key: ApiKey = None, as_json: Json = False) -> None:
     """Give caches back and forget the sessions."""
     with connected(find_base_url(base_url), api_key) as client:
@@ -106,7 +109,7 @@ def make_table(sessions: list[SessionInfo]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="dim")
     for head in ("session", "turns", "lease", "left", "tokens", "blocks", "last turn", "reuse"):
         is_text = head in {"session", "lease", "last turn"}
-        table.add_column(head, justify="left" if is_text else "right", no_wrap=head != "last turn")
+        table.add_column(head, justify="left" if is_text else "right", no_wrap=head != "last turn", overflow="fold")
     for info in sorted(sessions, key=lambda info: (-info.lease.num_blocks, info.session)):
         lease, report = info.lease, info.last_turn
         table.add_row(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
@@ -20,8 +21,13 @@ _STDOUT = "-"
 def simulate(
     num_prefill: Annotated[int, typer.Option("--num-prefill", "-p", help="Prefill engines; 0: none.", min=0)] = 1,
     num_decode: Annotated[int, typer.Option("--num-decode", "-d", help="Decode engines.", min=1)] = 1,
-    sessions: Annotated[int, typer.Option(help="Sessions, from the first turn to the last.", min=1)] = 200,
+    sessions: Annotated[
+        int | None, typer.Option(help="Sessions in all (default: four for each in progress, at least 200).", min=1)
+    ] = None,
     concurrent: Annotated[float | None, typer.Option(help="Sessions in progress at a time (default: 20).")] = None,
+    turns: Annotated[
+        float | None, typer.Option(help="Turns of a made-up session, in the median (default: 45, as recorded).")
+    ] = None,
     traces: Annotated[
         list[str] | None, typer.Option(help="Logs or traces to draw sessions from (default: made-up agents).")
     ] = None,
@@ -42,8 +48,8 @@ def simulate(
     ttl: Annotated[float, typer.Option(help="Life of a lease, in seconds.")] = 60.0,
     hold: Annotated[bool, typer.Option("--hold", help="Agents keep their leases alive during tool calls.")] = False,
     route: Annotated[
-        Literal["fetch", "local", "prefill", "recompute"], typer.Option(help="The way of every turn.")
-    ] = "fetch",
+        Literal["auto", "fetch", "local", "prefill", "recompute"], typer.Option(help="The way of every turn.")
+    ] = "auto",
     prefill_cache: Annotated[bool, typer.Option(help="Whether P's own prefix cache may hit.")] = True,
     sweep: Annotated[
         list[str] | None,
@@ -77,11 +83,11 @@ def simulate(
         base = Scenario(
             limits=limits,
             rates=speed,
-            workload=_workload(traces, speed),
+            workload=_workload(traces, turns, speed),
             prefill=num_prefill,
             decode=num_decode,
             sessions=sessions,
-            concurrent=None if as_logged and traces else concurrent or 20.0,
+            concurrent=None if as_logged and traces else 20.0 if concurrent is None else concurrent,
             budget=budget,
             ttl=ttl,
             route=route,
@@ -97,13 +103,15 @@ def simulate(
     _write(base, cells, target_p99, json_path)
 
 
-def _workload(traces: list[str] | None, rates: FleetRates) -> Any:
+def _workload(traces: list[str] | None, turns: float | None, rates: FleetRates) -> Any:
     """Return what sessions do: read from files, or made up for the model's context."""
     from server_ext.analysis.problems import Problems
-    from server_ext.traffic import AGENT, SMALL, read_sessions
+    from server_ext.traffic import AGENT, SMALL, LogNormal, read_sessions
 
     if traces is None:
         workload = AGENT if rates.max_context_tokens >= 2 * AGENT.system_tokens else SMALL
+        if turns is not None:
+            workload = replace(workload, num_turns=LogNormal(turns, workload.num_turns.sigma))
         return workload.fitting(min(rates.max_context_tokens, workload.max_context_tokens))
     recorded = tuple(read_sessions(traces, Problems()))
     if not recorded:
@@ -123,13 +131,13 @@ def _run(scenarios: list[tuple[dict[str, Any], Scenario]], *, quiet: bool) -> li
     with Progress(
         *columns, console=Console(stderr=True), transient=True, disable=quiet or not sys.stderr.isatty()
     ) as progress:
-        total = sum(scenario.sessions for _, scenario in scenarios)
+        total = sum(scenario.num_sessions for _, scenario in scenarios)
         task = progress.add_task("simulating", total=total)
         done = 0
         for values, scenario in scenarios:
             results = run(scenario, on_progress=partial(_show_progress, progress, task, done))
             cells.append(Cell(values, scenario, results))
-            done += scenario.sessions
+            done += scenario.num_sessions
             progress.update(task, completed=done)
     return cells
 

@@ -12,7 +12,7 @@ their types.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from bidikv_sdk.wire import ChosenBy
@@ -45,7 +45,7 @@ class Start:
     """The Ps in the order in which they are asked; none: all goes to D."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Situation:
     """What is known of a turn when its way is chosen. Tokens are of its prompt, times in seconds."""
 
@@ -65,15 +65,14 @@ class Situation:
     pair: str = ""
     """Which P."""
 
-    @property
-    def held_tokens(self) -> int:
-        """What need not be computed where D's lease can be used; one token always is."""
-        return min(self.matched_tokens, self.prompt_tokens - 1)
+    held_tokens: int = field(init=False)
+    """What need not be computed where D's lease can be used; one token always is."""
+    new_tokens: int = field(init=False)
+    """All others."""
 
-    @property
-    def new_tokens(self) -> int:
-        """All others."""
-        return self.prompt_tokens - self.held_tokens
+    def __post_init__(self) -> None:
+        self.held_tokens = min(self.matched_tokens, self.prompt_tokens - 1)
+        self.new_tokens = self.prompt_tokens - self.held_tokens
 
 
 @dataclass(frozen=True, slots=True)

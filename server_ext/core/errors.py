@@ -53,6 +53,12 @@ class SessionNotFound(HomeError):
     code = "session_not_found"
 
 
+def session_is_unknown(session_id: str) -> SessionNotFound:
+    """Return the error of a call that needs a session's record."""
+    msg = f"session {session_id!r} is not known here: open it again with its full history"
+    return SessionNotFound(msg)
+
+
 class TurnConflict(HomeError):
     """A turn is running (`info.retry_after_s`), or its number does not fit (`info.expected_turn`)."""
 

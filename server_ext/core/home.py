@@ -2,28 +2,29 @@
 
 API processes call `handle(op, arg)` with plain dicts. A turn: `load` (render from this) · `begin` (nonce,
 ticket) · the request runs under the nonce, and the scheduler calls `finish` when it ends · `settle`, or
-`abandon`; and `return_ticket` when the reader has answered. The scheduler's thread calls `finish`, `is_open`,
-`sweep`, `num_reclaimable`, `revoke` and `release_all` directly.
+`abandon`; and `return_ticket` when the reader has answered. The scheduler calls `sweep`, `return_ticket`, and, of
+`leases`, `finish`, `is_open`, `revoke` and `release_all` directly.
 
 Every operation's result has `info`, the `bidikv` object of the wire (`cache` null), unless said otherwise; or
 only `error`, the error object of the wire, with nothing changed. Pure; may import the standard library,
-`bidikv_sdk.{wire, prefix}` and its neighbours.
+`bidikv_sdk.{wire, prefix}` and its neighbours. Long, because all operations stand in one place.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from bidikv_sdk.wire import SessionInfo
 
 from . import snapshot
-from .errors import HomeError, InvalidRequest, SessionNotFound
+from .errors import HomeError, InvalidRequest, session_is_unknown
 from .gaps import GapModel
 from .leases import LeaseTable
 from .ops import read_arg
 from .policy import LeastValueFirst, RevocationOrder, least_remaining_first
-from .rates import LearnedRates
+from .rates import LearnedRates, MarginalRates
 from .routing import Routing, choice_info
+from .session_record import page_of
 from .sessions import SessionTable
 from .tickets import TICKET_ID_PREFIX, build_ticket
 
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 class Home:
     """Sessions and leases of one engine. Not thread-safe: the scheduler's thread owns it.
+
+    - `leases`: the lease table, for the scheduler.
 
     Args:
         pins: the engine's block pool.
@@ -82,8 +85,8 @@ class Home:
         self._routing = Routing(rates, settings, token_bytes=block_bytes / block_size, count_running=count_running)
         order: RevocationOrder = least_remaining_first
         if settings.revocation == "value":
-            order = LeastValueFirst(self._gaps, rates, pins.num_references, block_size=block_size)
-        self._leases = LeaseTable(
+            order = LeastValueFirst(self._gaps, MarginalRates(rates), pins.num_references, block_size=block_size)
+        self.leases = LeaseTable(
             pins,
             settings,
             block_size=block_size,
@@ -141,19 +144,18 @@ class Home:
         """Return what the conductor of turn number `turn` (None: the next) renders from; refuse one that cannot begin.
 
         A first turn opens an unknown session; as a fork of `parent_id`, where that is known and does not run, if its
-        number is not given. The result has `transcript` (the chunks), `token_ids` (packed
-        int32, empty where not known), `id_counts` (how many of them the history had behind each chunk), `revision`
-        (of the history), `incarnation`, and `reply` None. Where the turn is a repetition, it has only the stored
-        `reply` beside `info`.
+        number is not given. The result has `transcript` (the chunks), `token_ids` (packed int32, empty where not
+        known), `id_counts` (how many of them the history had behind each chunk), `replaced` (chunks that an open has
+        replaced since the last turn), `revision` (of the history), `incarnation`, and `reply` None. Where the turn is
+        a repetition, it has only the stored `reply` beside `info`.
         """
         self.sweep(now_s=now_s)
         key = (tenant, session_id)
         if turn in {1, None} and self._sessions.get(key) is None:
             if turn is None and parent_id is not None:
+                fork = {"tenant": tenant, "session_id": parent_id, "child_id": session_id}
                 with suppress(HomeError):
-                    self.fork(
-                        tenant=tenant, session_id=parent_id, child_id=session_id, at_turn=None, ttl_s=None, now_s=now_s
-                    )
+                    self.fork(**fork, at_turn=None, ttl_s=None, now_s=now_s)
             if self._sessions.get(key) is None:
                 self._sessions.open(key, b"", turn=0, replace=False, now_s=now_s)
         reply = self._sessions.check_turn(key, turn, idempotency_key, now_s=now_s)
@@ -166,6 +168,7 @@ class Home:
             "transcript": list(session.transcript),
             "token_ids": session.token_ids.tobytes(),
             "id_counts": list(session.id_counts),
+            "replaced": list(session.replaced),
             "revision": session.revision,
             "incarnation": self.incarnation,
         }
@@ -187,34 +190,30 @@ class Home:
     ) -> dict[str, Any]:
         """Begin a turn, all or nothing; one that ran too long is taken over.
 
-        `route` is the way that is asked for, and `prefill_urls` name the Ps that may be asked, in order; none: all is
-        computed here.
+        `route` is asked for, and `prefill_urls` are the Ps that may be asked, in order; none: all is computed here.
         `revision` is that of the history which the prompt was rendered from (`load`), and `num_kept` tells how many
         chunks of the transcript the turn continues (`SessionTable.start_turn`).
+
         The result has `nonce`, `route` (the way that the turn goes, never `auto`), `choice` (the wire's),
         `held_tokens`, `matched_tokens`, `diverged_at`, `lease_reason`, `ticket` (signed `kv_transfer_params`, or
         None), `ticket_id`, `ticket_reason` (why there is none although tokens matched), and `reply` None. Where the
         turn is a repetition, it has only the stored `reply` beside `info`.
         """
         key = (tenant, session_id)
-        nonce = self._new_nonce()
-        reply = self._sessions.start_turn(
-            key, turn, idempotency_key, nonce, now_s=now_s, revision=revision, num_kept=num_kept
-        )
+        nonce, history = self._new_nonce(), {"revision": revision, "num_kept": num_kept}
+        reply = self._sessions.start_turn(key, turn, idempotency_key, nonce, now_s=now_s, **history)
         if reply is not None:
             return {"info": self._info(key, now_s=now_s), "reply": reply}
         try:
-            routed = self._routing.begin(
-                nonce, key, route, prompt_tokens=len(prompt_ids), pairs=prefill_urls, now_s=now_s
-            )
-            begun = self._leases.begin(
+            routed = self._routing.begin(nonce, key, route, len(prompt_ids), pairs=prefill_urls, now_s=now_s)
+            begun = self.leases.begin(
                 key, prompt_ids, fingerprint, now_s=now_s, want_ticket=routed.wants_ticket, nonce=nonce
             )
             choice = routed.settled(begun.ticket, begun.matched_tokens, begun.diverged_at)
             ticket = self._signed(begun.ticket, prompt_ids, fingerprint, nonce)
         except BaseException:
             self._routing.abandon(nonce)
-            self._leases.abandon(nonce, return_ticket=True, now_s=now_s)
+            self.leases.abandon(nonce, return_ticket=True, now_s=now_s)
             self._sessions.cancel_turn(nonce, now_s=now_s)
             raise
         self._gaps.began(key, now_s=now_s)
@@ -251,20 +250,20 @@ class Home:
 
         `token_ids` are all ids of the history with this turn, of which the answer kept `num_tokens_kept`;
         `chunk` is its part of the transcript, and `reply` what a repetition gets. `ended_by` is `tool:<name>` where
-        the reply calls a tool, else a finish reason: it tells how soon the next turn may come. From `observed` the next
-        turns' ways are chosen better. `report` is what the turn's cache did, for `get` and `list`.
+        the reply calls a tool, else a finish reason: it tells how soon the next turn may come. Ways are learned from
+        `observed`, and `report` is what the turn's cache did, for `get` and `list`.
         """
         ttl_s = self._settings.checked_ttl_s(ttl_s)
         # The record first: it cannot fail behind this line, and dropping others for it frees budget.
         session = self._sessions.complete_turn(nonce, token_ids, chunk, reply, now_s=now_s, report=report)
-        self._leases.settle(nonce, num_tokens_kept, ttl_s=ttl_s, now_s=now_s, token_ids=token_ids)
+        self.leases.settle(nonce, num_tokens_kept, ttl_s=ttl_s, now_s=now_s, token_ids=token_ids)
         self._gaps.ended(session.key, ended_by, now_s=now_s)
         self._routing.settle(nonce, observed, now_s=now_s)
         return {"info": self._info(session.key, now_s=now_s)}
 
     def abandon(self, *, nonce: str, return_ticket: bool, now_s: float) -> dict[str, Any]:
         """End a turn without a trace; the result is `was_open` alone. Idempotent."""
-        self._leases.abandon(nonce, return_ticket=return_ticket, now_s=now_s)
+        self.leases.abandon(nonce, return_ticket=return_ticket, now_s=now_s)
         self._routing.abandon(nonce)
         return {"was_open": self._sessions.cancel_turn(nonce, now_s=now_s)}
 
@@ -273,7 +272,7 @@ class Home:
 
         `read_age_s` tells how long ago, at least, a read that was used had ended; None where none was used.
         """
-        return {"was_open": self._leases.return_ticket(ticket_id, now_s=now_s, read_age_s=read_age_s)}
+        return {"was_open": self.leases.return_ticket(ticket_id, now_s=now_s, read_age_s=read_age_s)}
 
     # ---------------------------------------------------------------- operations: the owner
 
@@ -281,14 +280,14 @@ class Home:
         """Keep the lease for at least `ttl_s` more seconds."""
         key = (tenant, session_id)
         self._sessions.require(key, now_s=now_s)
-        self._leases.extend(key, ttl_s, now_s=now_s)
+        self.leases.extend(key, ttl_s, now_s=now_s)
         return {"info": self._info(key, now_s=now_s)}
 
     def release(self, *, tenant: str, session_id: str, now_s: float) -> dict[str, Any]:
         """Give the lease back and keep the session (see `LeaseTable.release` for a turn that runs)."""
         key = (tenant, session_id)
         self._sessions.require(key, now_s=now_s)
-        self._leases.release(key, now_s=now_s)
+        self.leases.release(key, now_s=now_s)
         return {"info": self._info(key, now_s=now_s)}
 
     def fork(
@@ -305,21 +304,21 @@ class Home:
         key, child_key = (tenant, session_id), (tenant, child_id)
         child, is_new = self._sessions.fork(key, child_key, at_turn, now_s=now_s)
         if is_new:
-            self._leases.fork(key, child_key, child.token_ids, ttl_s=ttl_s, now_s=now_s)
+            self.leases.fork(key, child_key, child.token_ids, ttl_s=ttl_s, now_s=now_s)
         return {"info": self._info(child_key, now_s=now_s)}
 
     def rewind(self, *, tenant: str, session_id: str, turn: int, now_s: float) -> dict[str, Any]:
         """Return the session to the end of an earlier turn; its lease keeps what it has in common with that."""
         key = (tenant, session_id)
         session = self._sessions.rewind(key, turn, now_s=now_s)
-        self._leases.rewind(key, session.token_ids, now_s=now_s)
+        self.leases.rewind(key, session.token_ids, now_s=now_s)
         return {"info": self._info(key, now_s=now_s)}
 
     def end(self, *, tenant: str, session_id: str, now_s: float) -> dict[str, Any]:
         """Give the lease back and forget the session, a running turn with it; `info` is its last state."""
         key = (tenant, session_id)
         self._sessions.require(key, now_s=now_s)
-        self._leases.release(key, now_s=now_s)
+        self.leases.release(key, now_s=now_s)
         info = self._info(key, now_s=now_s)
         self._sessions.end(key, now_s=now_s)
         return {"info": info}
@@ -327,62 +326,36 @@ class Home:
     def get(self, *, tenant: str, session_id: str, now_s: float) -> dict[str, Any]:
         """Look at a session without using it; the result also has `is_running` and `last_report` (see `settle`)."""
         self.sweep(now_s=now_s)
-        key = (tenant, session_id)
-        session = self._sessions.get(key)
+        session = self._sessions.get((tenant, session_id))
         if session is None:
-            msg = f"session {session_id!r} is not known here: open it again with its full history"
-            raise SessionNotFound(msg)
+            raise session_is_unknown(session_id)
         return self._shown(session, now_s=now_s)
 
-    def list_sessions(self, *, tenant: str | None, now_s: float) -> dict[str, Any]:
-        """List the sessions of a tenant, or all: `sessions`, each with `tenant` and what `get` returns."""
+    def list_sessions(
+        self, *, tenant: str | None, now_s: float, limit: int | None = None, after: str | None = None
+    ) -> dict[str, Any]:
+        """List the sessions of a tenant, or all, or a page: `sessions`, each with `tenant` and what `get` returns."""
         self.sweep(now_s=now_s)
-        return {
-            "sessions": [
-                {"tenant": session.key[0], **self._shown(session, now_s=now_s)}
-                for session in self._sessions
-                if tenant is None or session.key[0] == tenant
-            ]
-        }
+        page, has_more = page_of([s for s in self._sessions if tenant in {None, s.key[0]}], limit, after)
+        sessions = [{"tenant": session.key[0], **self._shown(session, now_s=now_s)} for session in page]
+        return {"sessions": sessions, "has_more": has_more}
 
     def metrics(self, *, now_s: float) -> dict[str, Any]:
         """Return `metrics.HOME`, true at this moment, as `{"metrics": {name: [[label values, value], …]}}`."""
         self.sweep(now_s=now_s)
-        leases = self._leases.snapshot(now_s=now_s, block_bytes=self._block_bytes)
+        leases = self.leases.snapshot(now_s=now_s, block_bytes=self._block_bytes)
         return {"metrics": leases | snapshot.of_sessions(self._sessions)}
 
-    # ---------------------------------------------------------------- the scheduler's thread
-
-    def finish(
-        self, nonce: str, block_ids: Sequence[int], num_tokens: int, token_ids: Sequence[int], *, now_s: float
-    ) -> bool:
-        """Pin a finished request's blocks provisionally, as `LeaseTable.finish`."""
-        return self._leases.finish(nonce, block_ids, num_tokens, token_ids, now_s=now_s)
-
-    def is_open(self, nonce: str) -> bool:
-        """Return whether a request's session id is the nonce of an open turn."""
-        return self._leases.is_open(nonce)
+    # ---------------------------------------------------------------- the scheduler
 
     def sweep(self, *, now_s: float) -> int:
         """End all that is due, in both tables; return how many."""
-        return self._leases.sweep(now_s=now_s) + self._sessions.sweep(now_s=now_s)
-
-    def num_reclaimable(self, *, now_s: float, limit: int | None = None) -> int:
-        """Return how many blocks revoking could free, as `LeaseTable.num_reclaimable`."""
-        return self._leases.num_reclaimable(now_s=now_s, limit=limit)
-
-    def revoke(self, num_blocks: int, *, now_s: float, all_or_nothing: bool = False) -> int:
-        """Free blocks for requests, as `LeaseTable.revoke`."""
-        return self._leases.revoke(num_blocks, now_s=now_s, all_or_nothing=all_or_nothing)
-
-    def release_all(self, reason: "Reason", *, now_s: float) -> bool:
-        """Drop every lease unless tickets are open, as `LeaseTable.release_all`."""
-        return self._leases.release_all(reason, now_s=now_s)
+        return self.leases.sweep(now_s=now_s) + self._sessions.sweep(now_s=now_s)
 
     # ---------------------------------------------------------------- steps
 
     def _forget(self, key: "Key", now_s: float) -> None:
-        self._leases.forget(key, now_s=now_s)
+        self.leases.forget(key, now_s=now_s)
         self._gaps.forget(key)
         self._routing.forget(key)
 
@@ -398,9 +371,9 @@ class Home:
         return SessionInfo(
             session=key[1],
             turn=session.turn if session is not None else 0,
-            lease=self._leases.info(key, now_s=now_s),
+            lease=self.leases.info(key, now_s=now_s),
             cache=None,
-            pool=self._leases.pool(now_s=now_s),
+            pool=self.leases.pool(now_s=now_s),
         ).to_json()
 
     def _lease_reason(self, key: "Key", begun: "Begun") -> "Reason | None":

@@ -1,6 +1,6 @@
-"""What something costs, learned online: seconds as a sum of features, each times a coefficient that is never negative.
+"""What something costs, learned online: a fixed time, and one or two amounts, each times a rate that is never negative.
 
-A Kalman filter over few coefficients that treats their errors as independent: so all move the same way with a
+A Kalman filter over these coefficients that treats their errors as independent: so all move the same way with a
 surprise, in proportion to what each may be wrong by, and none is driven below zero by another one. A random walk
 lets old observations fade. Coefficients count in units of their priors, so one set of constants serves GPU and CPU.
 Two habits beyond the textbook:
@@ -9,12 +9,12 @@ Two habits beyond the textbook:
 - An observation far off is put aside. One strange turn is noise; a second one in the same direction is news, and then
   both count, with coefficients free to move that far.
 
-Deterministic, O(coefficients) per event. Pure; imports nothing of ours.
+Deterministic, O(1) per event; to expect is asked for each lease under memory pressure, so it is one line. Pure;
+imports nothing of ours.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeAlias
 
 # Two observations of the same thing differ by about so much on a busy machine, and by no less than this.
 _NOISE_SHARE: Final = 0.15
@@ -37,123 +37,146 @@ _LEAST_HOPE: Final = 0.1
 _MIN_S: Final = 1e-9
 _MAX_S: Final = 1e9
 
+Three: TypeAlias = tuple[float, float, float]
+"""Of the fixed time and of the two amounts."""
+
 
 class LinearFit:
-    """Learns the coefficients of a cost.
+    """Learns a cost: `fixed_s + rate_s * amount + second_rate_s * second`.
 
     Args:
-        priors: [num_coefficients], seconds per unit of each feature, above 0. The first feature is always 1: what
-            this costs however little there is to do.
+        fixed_s: prior of what this costs however little there is to do, in seconds, above 0.
+        rate_s: prior of the seconds per unit of the amount, above 0.
+        second_rate_s: the same of the second amount; 0 where there is none.
     """
 
-    __slots__ = ("_aside", "_hopes", "_num_since_aside", "_priors", "_scale", "_values", "_variances", "num_observed")
+    __slots__ = (
+        "_aside", "_coefficients", "_hopes", "_num_since_aside", "_priors", "_scale", "_values", "_variances",
+        "num_observed",
+    )  # fmt: skip
 
-    def __init__(self, *priors: float) -> None:
+    def __init__(self, fixed_s: float, rate_s: float, second_rate_s: float = 0.0) -> None:
         self.num_observed = 0
-        self._priors = priors
-        self._values = [1.0] * len(priors)
-        self._hopes = self._values
+        self._priors = self._coefficients = (fixed_s, rate_s, second_rate_s)
+        self._values = self._hopes = (1.0, 1.0, 1.0)
         self._scale = 1.0
-        self._variances = [1.0] * len(priors)
-        self._aside: tuple[Sequence[float], float] | None = None
+        self._variances = (1.0, 1.0, 1.0)
+        self._aside: tuple[float, Three] | None = None
         self._num_since_aside = 0
 
     @property
-    def coefficients(self) -> list[float]:
-        """[num_coefficients], seconds per unit of each feature, as they are believed now."""
-        return [value * prior for value, prior in zip(self._values, self._priors, strict=True)]
+    def coefficients(self) -> Three:
+        """The fixed time in seconds and the two rates in seconds per unit, as they are believed now."""
+        return self._coefficients
 
-    def expect_s(self, *features: float) -> float:
+    def expect_s(self, amount: float, second: float = 0.0) -> float:
         """Return the seconds that this is expected to take; always above 0."""
-        total = 0.0
-        for feature, prior, value in zip(features, self._priors, self._values, strict=True):
-            total += feature * prior * value
-        return max(total, _MIN_S)
+        fixed_s, rate_s, second_rate_s = self._coefficients
+        return fixed_s + rate_s * amount + second_rate_s * second or _MIN_S
 
-    def hope_s(self, *features: float) -> float:
+    def hope_s(self, amount: float, second: float = 0.0) -> float:
         """Return the seconds that this may take with some luck; always above 0.
 
         It is what it was at its best, lately, less what the expectation may be wrong by.
         """
-        total, variance = 0.0, 0.0
-        for feature, prior, hope, spread in zip(features, self._priors, self._hopes, self._variances, strict=True):
-            unit = feature * prior
-            total += unit * hope
-            variance += unit * unit * spread
-        expected_s = self.expect_s(*features)
-        return max(min(total, expected_s) - math.sqrt(variance), _LEAST_HOPE * expected_s, _MIN_S)
+        units = self._units(amount, second)
+        expected_s = self.expect_s(amount, second)
+        best_s = min(_dot(self._hopes, units), expected_s)
+        return max(best_s - math.sqrt(self._variance(units)), _LEAST_HOPE * expected_s)
 
     def take_from(self, other: "LinearFit") -> None:
-        """Believe what another fit of the same shape has learned; nothing counts as observed here."""
-        self._values = self._hopes = [c / prior for c, prior in zip(other.coefficients, self._priors, strict=True)]
-        self._scale = sum(self._values) / len(self._values)
-        self._loosen(1.0)
+        """Believe what another fit with the same priors has learned; nothing counts as observed here."""
+        self._believe(*other._values)  # noqa: SLF001 (of this class)
+        self._hopes, self._scale = self._values, sum(self._values) / len(self._values)
+        self._loosen()
 
-    def observe(self, seconds: float, *features: float) -> None:
+    def observe(self, seconds: float, amount: float, second: float = 0.0) -> None:
         """Learn from one observation; one that is no positive, finite number of seconds is ignored."""
         if not _MIN_S <= seconds <= _MAX_S:
             return
         self.num_observed += 1
-        expected_s = self.expect_s(*features)
+        units, expected_s = self._units(amount, second), self.expect_s(amount, second)
         if self.num_observed == 1:
-            self._scale_by(seconds / expected_s)
-            self._hopes = list(self._values)
-        elif not self._is_strange(seconds, expected_s, features):
+            ratio = seconds / expected_s
+            self._believe(*[value * ratio for value in self._values])
+            self._hopes, self._scale = self._values, self._scale * ratio
+            self._loosen()
+        elif abs(seconds - expected_s) <= _GATE * math.sqrt(self._variance(units) + _noise(expected_s)):
             self._num_since_aside += 1
-            self._learn(seconds, features)
+            self._learn(seconds, units)
         else:
-            self._take_strange(seconds, expected_s, features)
+            self._take_strange(seconds, units)
 
     # ---------------------------------------------------------------- steps
 
-    def _scale_by(self, ratio: float) -> None:
-        self._values = [value * ratio for value in self._values]
-        self._scale *= ratio
-        self._loosen(1.0)
+    def _units(self, amount: float, second: float) -> Three:
+        """Return the seconds that each coefficient stands for at its prior."""
+        fixed_s, rate_s, second_rate_s = self._priors
+        return fixed_s, rate_s * amount, second_rate_s * second
 
-    def _loosen(self, ratio: float) -> None:
-        """Let every coefficient be wrong by its own size, times `ratio`."""
+    def _variance(self, units: Three) -> float:
+        variances, (fixed, rate, second) = self._variances, units
+        return variances[0] * fixed * fixed + variances[1] * rate * rate + variances[2] * second * second
+
+    def _believe(self, fixed: float, rate: float, second: float) -> None:
+        self._values = fixed, rate, second
+        fixed_s, rate_s, second_rate_s = self._priors
+        self._coefficients = fixed * fixed_s, rate * rate_s, second * second_rate_s
+
+    def _loosen(self) -> None:
+        """Let every coefficient be wrong by its own size."""
         least = _LEAST_SIZE * self._scale
-        self._variances = [(max(value, least) * ratio) ** 2 for value in self._values]
+        fixed, rate, second = [max(value, least) ** 2 for value in self._values]
+        self._variances = fixed, rate, second
 
-    def _is_strange(self, seconds: float, expected_s: float, features: Sequence[float]) -> bool:
-        units = [f * p for f, p in zip(features, self._priors, strict=True)]
-        variance = sum([v * u * u for v, u in zip(self._variances, units, strict=True)])
-        return abs(seconds - expected_s) > _GATE * math.sqrt(variance + _noise(expected_s))
+    def _loosen_upwards(self, missing_s: float, units: Three) -> None:
+        """Let the rates together, and less so the fixed time, be wrong by as much as explains what is missing."""
+        least = _LEAST_SIZE * self._scale
+        _, rate, second = [max(value, least) for value in self._values]
+        growth = missing_s / max(rate * units[1] + second * units[2], _MIN_S)
+        fixed = _FIXED_MOBILITY * missing_s / units[0]
+        self._variances = fixed**2, (rate * growth) ** 2, (second * growth) ** 2
 
-    def _take_strange(self, seconds: float, expected_s: float, features: Sequence[float]) -> None:
-        before, self._aside = self._aside, (features, seconds)
+    def _take_strange(self, seconds: float, units: Three) -> None:
+        before, self._aside = self._aside, (seconds, units)
         is_fresh, self._num_since_aside = self._num_since_aside <= _MAX_SINCE_ASIDE, 0
         if before is None or not is_fresh:
             return
-        before_features, before_s = before
-        before_expected_s = self.expect_s(*before_features)
-        if (before_s > before_expected_s) != (seconds > expected_s):
+        before_s, before_units = before
+        if (before_s > _dot(self._values, before_units)) != (seconds > _dot(self._values, units)):
             return
         self._aside = None
-        for features_, seconds_ in (before, (features, seconds)):
+        for seconds_, units_ in (before, (seconds, units)):
             # Anew for each: the second one may lie in another corner than the first.
-            ratio = max(seconds_ / self.expect_s(*features_), 1.0)
-            self._loosen(ratio)
-            if ratio > 1:
-                self._variances[0] *= _FIXED_MOBILITY**2
-            self._learn(seconds_, features_)
-        self._loosen(1.0)
+            missing_s = seconds_ - _dot(self._values, units_)
+            if missing_s > 0:
+                self._loosen_upwards(missing_s, units_)
+            else:
+                self._loosen()
+            self._learn(seconds_, units_)
+        self._loosen()
 
-    def _learn(self, seconds: float, features: Sequence[float]) -> None:
-        units = [f * p for f, p in zip(features, self._priors, strict=True)]
-        along = [v * u for v, u in zip(self._variances, units, strict=True)]
-        expected_s = self.expect_s(*features)
-        noise = _noise(max(expected_s, seconds))
-        total = sum([a * u for a, u in zip(along, units, strict=True)]) + noise
-        surprise_s, least = seconds - expected_s, _LEAST_SIZE * self._scale
-        for i, (a, u) in enumerate(zip(along, units, strict=True)):
-            value = self._values[i] = max(self._values[i] + a / total * surprise_s, 0.0)
-            shrunk = self._variances[i] * (1 - a * u / total)
-            self._variances[i] = shrunk + (_WALK_SHARE * max(value, least)) ** 2
-        hoped_s = sum([hope * u for hope, u in zip(self._hopes, units, strict=True)])
-        fades = 1.0 if self.expect_s(*features) <= hoped_s else _HOPE_FADES
-        self._hopes = [hope + fades * (value - hope) for hope, value in zip(self._hopes, self._values, strict=True)]
+    def _learn(self, seconds: float, units: Three) -> None:
+        expected_s, variance = _dot(self._values, units), self._variance(units)
+        total = variance + _noise(max(expected_s, seconds))
+        pull, least = (seconds - expected_s) / total, _LEAST_SIZE * self._scale
+        values, variances = list(self._values), list(self._variances)
+        for i, unit in enumerate(units):  # spelled out: this runs four times a turn, on the scheduler's thread
+            along = variances[i] * unit
+            value = values[i] + along * pull
+            values[i] = value = value if value > 0.0 else 0.0  # noqa: FURB136
+            walk = _WALK_SHARE * (value if value > least else least)  # noqa: FURB136
+            variances[i] += walk * walk - along * along / total
+        self._believe(*values)
+        self._variances = variances[0], variances[1], variances[2]
+        hopes = self._hopes
+        fades = 1.0 if _dot(self._values, units) <= _dot(hopes, units) else _HOPE_FADES
+        fixed, rate, second = [hope + fades * (value - hope) for hope, value in zip(hopes, values, strict=True)]
+        self._hopes = fixed, rate, second
+
+
+def _dot(values: Three, units: Three) -> float:
+    return values[0] * units[0] + values[1] * units[1] + values[2] * units[2]
 
 
 def _noise(seconds: float) -> float:

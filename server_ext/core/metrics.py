@@ -81,8 +81,8 @@ RELEASES: Final = Metric("counter", "bidikv_lease_releases_total", "Leases given
 REVOCATIONS: Final = Metric(
     "counter",
     "bidikv_lease_revocations_total",
-    "Leases taken back whole: for requests that needed the memory, or for a reset of the prefix cache.",
-    *_by("reason", "lease_revoked", "reset"),
+    "Leases taken back whole: for requests that needed the memory, a reset of the prefix cache, or other weights.",
+    *_by("reason", "lease_revoked", "model_changed", "reset"),
 )
 CLIPS: Final = Metric(
     "counter",

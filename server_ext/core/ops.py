@@ -155,7 +155,11 @@ OPS: Final[Mapping[str, Mapping[str, Reader]]] = MappingProxyType(
         "rewind": {**_KEY, "turn": count},
         "end": _KEY,
         "get": _KEY,
-        "list": {"tenant": optional(text, None)},
+        "list": {
+            "tenant": optional(text, None),
+            "limit": optional(count, None),
+            "after": optional(text, None),
+        },
         "metrics": {},
     }
 )

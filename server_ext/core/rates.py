@@ -14,7 +14,7 @@ from .linear_fit import LinearFit
 
 
 class Rates(Protocol):
-    """The cost of the two ways in which a prompt's KV comes to be."""
+    """The cost of the two ways in which a prompt's KV comes to be, for comparing leases."""
 
     def prefill_s(self, num_tokens: int, *, num_cached: int = 0) -> float:
         """Return how long computing `num_tokens` takes behind `num_cached` tokens that are there already.
@@ -68,20 +68,19 @@ _MAX_RATIO: Final = 3.0
 class _Pair:
     """One prefill and this decode engine: what the link between them costs."""
 
-    __slots__ = ("fetch", "first_fetch_s", "first_handover_s", "handover")
+    __slots__ = ("fetch", "handover", "has_fetched", "has_handed_over")
 
     def __init__(self, prior: ConstantRates) -> None:
         self.fetch = LinearFit(prior.fetch_fixed_s, 1 / prior.fetch_bytes_per_s)
         # D takes up the request and makes its first step behind the read.
         self.handover = LinearFit(prior.fetch_fixed_s + _DECODE_STEP_S, 1 / prior.fetch_bytes_per_s)
-        self.first_fetch_s: float | None = None
-        self.first_handover_s: float | None = None
+        self.has_fetched = self.has_handed_over = False
 
 
 class LearnedRates:
     """Rates of one decode engine and its prefill engines, learned online. Never negative, never NaN.
 
-    All take and return seconds; times that are not positive and finite are ignored. Satisfies `Rates`.
+    All take and return seconds; times that are not positive and finite are ignored.
 
     Args:
         prior: where to begin. Its `attention_tokens` should be the model's; speeds need be of no machine, since the
@@ -94,7 +93,7 @@ class LearnedRates:
         priors = _PREFILL_FIXED_S, token_s, token_s / prior.attention_tokens
         self._compute_priors = priors
         self._prefill, self._append = LinearFit(*priors), LinearFit(*priors)
-        self._first_appends: list[tuple[float, tuple[float, ...]]] = []
+        self._first_appends: list[tuple[float, tuple[float, float]]] = []
         self._pairs: dict[str, _Pair] = {}
         self._default_pair = _Pair(prior)
         self._decode_step_s: float | None = None
@@ -116,16 +115,12 @@ class LearnedRates:
 
     def prefill_s(self, num_tokens: int, *, num_cached: int = 0) -> float:
         """Return how long P takes to compute `num_tokens` behind `num_cached` tokens, the call included."""
-        return self._expect(self._prefill, 1, num_tokens, num_tokens * (2 * num_cached + num_tokens))
+        return self._expect(self._prefill, num_tokens, num_tokens * (2 * num_cached + num_tokens))
 
     def append_s(self, num_tokens: int, *, num_cached: int = 0) -> float:
         """Return how long D takes to compute `num_tokens` behind `num_cached` tokens, up to the first new token."""
         fit = self._append if self._append.num_observed else self._prefill
-        return self._expect(fit, 1, num_tokens, num_tokens * (2 * num_cached + num_tokens))
-
-    def compute_s(self, num_tokens: int, *, num_cached: int = 0) -> float:
-        """Return the part of `prefill_s` that is computing."""
-        return self._expect(self._prefill, 0, num_tokens, num_tokens * (2 * num_cached + num_tokens))
+        return self._expect(fit, num_tokens, num_tokens * (2 * num_cached + num_tokens))
 
     def stall_s(self, num_tokens: int, *, num_cached: int = 0) -> float:
         """Return how long computing so many tokens on D holds up each request that generates there meanwhile."""
@@ -137,9 +132,9 @@ class LearnedRates:
         """Return how long P takes to read so many bytes from D, a pair's first read apart."""
         known = self._pairs.get(pair, self._default_pair)
         if known.fetch.num_observed or not known.handover.num_observed:
-            seconds = known.fetch.expect_s(1, num_bytes)
+            seconds = known.fetch.expect_s(num_bytes)
         else:
-            fixed_s, byte_s = known.handover.coefficients
+            fixed_s, byte_s, _ = known.handover.coefficients
             seconds = max(fixed_s - self.decode_step_s, 0.0) + byte_s * num_bytes
         return min(seconds, self._prior.fetch_s(num_bytes)) if self._is_hopeful else seconds
 
@@ -147,42 +142,27 @@ class LearnedRates:
         """Return how long it takes from P's answer to the first token, of which D reads so many bytes from P."""
         known = self._pairs.get(pair, self._default_pair)
         if known.handover.num_observed or not known.fetch.num_observed:
-            seconds = known.handover.expect_s(1, num_bytes)
+            seconds = known.handover.expect_s(num_bytes)
         else:
-            seconds = known.fetch.expect_s(1, num_bytes) + self.decode_step_s
+            seconds = known.fetch.expect_s(num_bytes) + self.decode_step_s
         return min(seconds, self._prior.fetch_s(num_bytes) + self.decode_step_s) if self._is_hopeful else seconds
-
-    def bytes_s(self, num_bytes: int, *, pair: str = "") -> float:
-        """Return how long so many bytes take on the link, without any fixed cost."""
-        known = self._pairs.get(pair, self._default_pair)
-        fit = known.fetch if known.fetch.num_observed or not known.handover.num_observed else known.handover
-        return fit.coefficients[1] * num_bytes
 
     @property
     def decode_step_s(self) -> float:
         """How long D takes for one step that generates only."""
         return self._decode_step_s if self._decode_step_s is not None else _DECODE_STEP_S
 
-    def first_transfers_s(self, pair: str) -> tuple[float | None, float | None]:
-        """Return how long a pair's first fetch and first hand-over took; None where there was none yet."""
-        known = self._pairs.get(pair, self._default_pair)
-        return known.first_fetch_s, known.first_handover_s
-
-    def num_fetches(self, pair: str) -> int:
-        """Return how many fetches of a pair have been learned from, the first one apart."""
-        return self._pairs.get(pair, self._default_pair).fetch.num_observed
-
     # ---------------------------------------------------------------- what was seen
 
     def observe_prefill(self, seconds: float, num_tokens: int, *, num_cached: int = 0) -> None:
         """Learn from P's work on a prompt, without its fetch."""
-        self._prefill.observe(seconds, 1, num_tokens, num_tokens * (2 * num_cached + num_tokens))
+        self._prefill.observe(seconds, num_tokens, num_tokens * (2 * num_cached + num_tokens))
         if 0 < len(self._first_appends) < _FEW:
             self._read_first_appends()
 
     def observe_append(self, seconds: float, num_tokens: int, *, num_cached: int = 0) -> None:
         """Learn from D's work on a prompt, up to its first new token."""
-        features = (1.0, num_tokens, num_tokens * (2 * num_cached + num_tokens))
+        features = (num_tokens, num_tokens * (2 * num_cached + num_tokens))
         if len(self._first_appends) < _FEW:
             self._first_appends.append((seconds, features))
             self._read_first_appends()
@@ -197,20 +177,18 @@ class LearnedRates:
             self._append.observe(seconds, *features)
 
     def observe_fetch(self, seconds: float, num_bytes: int, *, pair: str = "") -> None:
-        """Learn from P's read; a pair's first one, with its handshake, stands apart."""
+        """Learn from P's read; a pair's first one has its handshake in it, and says nothing of the next."""
         known = self._pair(pair)
-        if known.first_fetch_s is None:
-            known.first_fetch_s = seconds
-        else:
-            known.fetch.observe(seconds, 1, num_bytes)
+        if known.has_fetched:
+            known.fetch.observe(seconds, num_bytes)
+        known.has_fetched = True
 
     def observe_handover(self, seconds: float, num_bytes: int, *, pair: str = "") -> None:
-        """Learn from the time between P's answer and the first token; a pair's first one stands apart."""
+        """Learn from the time between P's answer and the first token; a pair's first one has its handshake in it."""
         known = self._pair(pair)
-        if known.first_handover_s is None:
-            known.first_handover_s = seconds
-        else:
-            known.handover.observe(seconds, 1, num_bytes)
+        if known.has_handed_over:
+            known.handover.observe(seconds, num_bytes)
+        known.has_handed_over = True
 
     def observe_step(self, seconds: float, *, num_decodes: int, num_prompt_tokens: int) -> None:
         """Learn from a step of D in which so many requests generated, and so many prompt tokens were computed."""
@@ -226,6 +204,24 @@ class LearnedRates:
         if pair not in self._pairs:
             self._pairs[pair] = _Pair(self._prior)
         return self._pairs[pair]
+
+
+class MarginalRates:
+    """What learned rates say that more or less of something costs, its fixed time aside.
+
+    For what a lease is worth: its session pays the fixed time of a prefill in any case. Satisfies `Rates`.
+    """
+
+    def __init__(self, rates: LearnedRates) -> None:
+        self._rates = rates
+
+    def prefill_s(self, num_tokens: int, *, num_cached: int = 0) -> float:
+        """Return how long P takes to compute so many tokens, beyond what it takes for none."""
+        return self._rates.prefill_s(num_tokens, num_cached=num_cached) - self._rates.prefill_s(0)
+
+    def fetch_s(self, num_bytes: int) -> float:
+        """Return how long reading so many bytes takes, beyond what it takes for none."""
+        return self._rates.fetch_s(num_bytes) - self._rates.fetch_s(0)
 
 
 def _mean(mean: float | None, value: float) -> float:

@@ -47,7 +47,7 @@ class Routing:
         self._count_running = count_running
 
     def begin(
-        self, nonce: str, key: "Key", route: "Route", *, prompt_tokens: int, pairs: tuple[str, ...], now_s: float
+        self, nonce: str, key: "Key", route: "Route", prompt_tokens: int, *, pairs: tuple[str, ...], now_s: float
     ) -> "Routed":
         """Return the way of a turn that begins, still open.
 

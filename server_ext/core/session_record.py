@@ -1,8 +1,9 @@
 """The record of one session: its history by turns, and how to cut it between two of them.
 
-Plain data; only `sessions` changes it.
+Plain data; only `sessions` changes it. `page_of` puts many of them in order.
 """
 
+import heapq
 from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -12,6 +13,8 @@ from bidikv_sdk.prefix import common_prefix_length
 from .errors import TurnConflict
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .records import Key
 
 # About what an empty record costs: its objects and its places in the tables.
@@ -55,6 +58,9 @@ class Session:
     """Another one whenever the history is."""
     origin: tuple[str, int] | None = None
     """Of a fork: its parent's id, and the turn at which it began."""
+    replaced: list[bytes] = field(default_factory=list)
+    """The transcript of the last completed turn, where another one has taken its place since: what a lease was computed
+    from, so that the next turn can tell what has changed."""
     open_turn: OpenTurn | None = None
     num_bytes: int = 0
 
@@ -82,6 +88,7 @@ class Session:
         self.id_counts.append(len(token_ids))
         self.transcript.append(chunk)
         self.token_ids = token_ids
+        self.replaced = []
         self.turn += 1
 
     def cut(self, num_chunks: int) -> None:
@@ -98,4 +105,16 @@ class Session:
         """Return what the record takes in memory, about."""
         reply_bytes = len(self.last_reply[1]) if self.last_reply is not None else 0
         ids_bytes = self.token_ids.itemsize * len(self.token_ids)
-        return _RECORD_BYTES + sum(map(len, self.transcript)) + ids_bytes + reply_bytes + len(self.last_report)
+        text_bytes = sum(map(len, self.transcript)) + sum(map(len, self.replaced)) + len(self.last_report)
+        return _RECORD_BYTES + text_bytes + ids_bytes + reply_bytes
+
+
+def page_of(sessions: "Sequence[Session]", limit: int | None, after: str | None) -> "tuple[Sequence[Session], bool]":
+    """Return at most `limit` sessions by their ids, from the one behind `after` on, and whether others follow.
+
+    None for `limit` is all of them, in the given order.
+    """
+    if limit is None:
+        return sessions, False
+    rest = [session for session in sessions if after is None or session.key[1] > after]
+    return heapq.nsmallest(limit, rest, key=lambda session: session.key[1]), len(rest) > limit

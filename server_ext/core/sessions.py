@@ -2,24 +2,24 @@
 
 A turn: `check_turn` (may it run?) · `start_turn` · `complete_turn`, or `cancel_turn`. Between turns: `fork` and
 `rewind`. Records outlive leases: with the token ids of the last turn a session continues exactly even when all its
-blocks are gone. Bounded by number, bytes and time since the last use; records of running turns are never dropped.
-Every verb is O(1), amortised, but for what one history is long. May import the standard library,
-`bidikv_sdk.{wire, prefix}` and its neighbours; texts are opaque bytes here.
+blocks are gone. Bounded by number, bytes and time since the last use (`session_store`); records of running turns are
+never dropped. Every verb is O(1), amortised, but for what one history is long and, to make room, for the tenants. May
+import the standard library, `bidikv_sdk.{wire, prefix}` and its neighbours; texts are opaque bytes here.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from .errors import (
     TURN_RETRY_AFTER_S,
     CapacityExceeded,
-    SessionNotFound,
     TurnConflict,
+    session_is_unknown,
     turn_is_not_open,
     turn_is_running,
 )
 from .session_record import OpenTurn, Session
+from .session_store import SessionStore
 
 if TYPE_CHECKING:
     from array import array
@@ -42,32 +42,28 @@ class SessionTable:
     def __init__(self, settings: "HomeSettings", *, on_drop: "Callable[[Key, float], None]") -> None:
         self._settings = settings
         self._on_drop = on_drop
-        # Both in the order in which they fall due: idle by last use, running by start.
-        self._idle: OrderedDict[Key, Session] = OrderedDict()
-        self._running: OrderedDict[Key, Session] = OrderedDict()
-        self._key_by_nonce: dict[str, Key] = {}
+        self._store = SessionStore(max_sessions=settings.max_sessions, max_bytes=settings.max_session_bytes)
+        self._running: dict[str, Session] = {}
+        """By the nonce of the turn."""
         self._num_revisions = 0
-        self._num_bytes = 0
-        self._num_idle_bytes = 0
 
     def __len__(self) -> int:
         """Return the number of sessions."""
-        return len(self._idle) + len(self._running)
+        return len(self._store)
 
     def __iter__(self) -> Iterator[Session]:
         """Iterate all sessions, the running ones first."""
-        yield from self._running.values()
-        yield from self._idle.values()
+        return iter(self._store)
 
     @property
     def num_running(self) -> int:
         """Sessions whose turn runs."""
-        return len(self._running)
+        return self._store.num_running
 
     @property
     def num_bytes(self) -> int:
         """What all records take, about."""
-        return self._num_bytes
+        return self._store.num_bytes
 
     # ---------------------------------------------------------------- sessions
 
@@ -102,6 +98,8 @@ class SessionTable:
             raise turn_is_running(key[1])
         is_reopened = turn > 0 if session is None else session.is_reopened
         opened = Session(key, turn, [chunk], is_reopened=is_reopened, last_used_s=now_s)
+        if session is not None:
+            opened.replaced = session.replaced or (session.transcript if session.token_ids else [])
         opened.num_bytes = opened.counted_bytes()
         if session is None:
             self._make_room(opened.num_bytes, 1, keep=None, key=key, now_s=now_s)
@@ -169,7 +167,7 @@ class SessionTable:
 
     def get(self, key: "Key") -> Session | None:
         """Return a session as it is; None for an unknown key."""
-        return self._idle.get(key) or self._running.get(key)
+        return self._store.get(key)
 
     def require(self, key: "Key", *, now_s: float) -> Session:
         """Return a session and count this as a use.
@@ -180,8 +178,7 @@ class SessionTable:
         self.sweep(now_s=now_s)
         session = self.get(key)
         if session is None:
-            msg = f"session {key[1]!r} is not known here: open it again with its full history"
-            raise SessionNotFound(msg)
+            raise session_is_unknown(key[1])
         self._touch(session, now_s=now_s)
         return session
 
@@ -245,19 +242,16 @@ class SessionTable:
         reply = self.check_turn(key, turn, idempotency_key, now_s=now_s)
         if reply is not None:
             return reply
-        session = self._idle[key]
+        session = self.require(key, now_s=now_s)
         if revision not in {None, session.revision}:
             msg = f"the history of session {key[1]!r} has changed meanwhile: try again"
             raise TurnConflict(msg, retry_after_s=TURN_RETRY_AFTER_S)
         self._make_room(0, 0, keep=session, key=key, now_s=now_s)
-        self._num_idle_bytes -= session.num_bytes
-        del self._idle[key]
         due_s = now_s + self._settings.turn_timeout_s
         num_chunks = len(session.transcript)
         num_kept = num_chunks if num_kept is None else min(num_kept, num_chunks)
-        session.open_turn = OpenTurn(nonce, idempotency_key, due_s, num_kept)
-        self._running[key] = session
-        self._key_by_nonce[nonce] = key
+        self._store.start(session, OpenTurn(nonce, idempotency_key, due_s, num_kept))
+        self._running[nonce] = session
         return None
 
     def running(self, nonce: str, *, now_s: float) -> Session:
@@ -267,10 +261,10 @@ class SessionTable:
             TurnConflict: no such turn is open.
         """
         self.sweep(now_s=now_s)
-        key = self._key_by_nonce.get(nonce)
-        if key is None:
+        session = self._running.get(nonce)
+        if session is None:
             raise turn_is_not_open(nonce)
-        return self._running[key]
+        return session
 
     def complete_turn(
         self, nonce: str, token_ids: "array[int]", chunk: bytes, reply: bytes, *, now_s: float, report: bytes = b""
@@ -300,31 +294,28 @@ class SessionTable:
         session.last_reply = (open_turn.idempotency_key, reply) if open_turn.idempotency_key else None
         session.last_report, session.is_reopened = report, False
         self._changed(session)
-        while self._num_bytes > self._settings.max_session_bytes and self._idle:
-            self._drop(self._longest_idle(), now_s=now_s)
+        while (idle := self._store.next_to_go(session.key[0])) is not None:
+            self._drop(idle, now_s=now_s)
         self._stop(session, now_s=now_s)
         return session
 
     def cancel_turn(self, nonce: str, *, now_s: float) -> bool:
         """End an open turn without a trace; return whether it was open (idempotent)."""
         self.sweep(now_s=now_s)
-        key = self._key_by_nonce.get(nonce)
-        if key is None:
-            return False
-        self._stop(self._running[key], now_s=now_s)
-        return True
+        session = self._running.get(nonce)
+        if session is not None:
+            self._stop(session, now_s=now_s)
+        return session is not None
 
     def sweep(self, *, now_s: float) -> int:
         """Give up turns that took too long, and drop sessions unused for too long; return how many in all."""
         num_ended = 0
-        while self._running:
-            session = next(iter(self._running.values()))
+        while (session := self._store.longest_running()) is not None:
             if session.open_turn is None or session.open_turn.due_s > now_s:
                 break
             self._stop(session, now_s=now_s)
             num_ended += 1
-        while self._idle:
-            session = self._longest_idle()
+        while (session := self._store.longest_idle()) is not None:
             if session.last_used_s + self._settings.session_retention_s > now_s:
                 break
             self._drop(session, now_s=now_s)
@@ -340,61 +331,43 @@ class SessionTable:
         return session
 
     def _add(self, session: Session) -> None:
-        self._idle[session.key] = session
-        self._num_bytes += session.num_bytes
-        self._num_idle_bytes += session.num_bytes
-        self._num_revisions += 1
-        session.revision = self._num_revisions
+        self._store.add(session)
+        self._revise(session)
 
     def _changed(self, session: Session) -> None:
-        num_more = session.counted_bytes() - session.num_bytes
-        session.num_bytes += num_more
-        self._num_bytes += num_more
-        self._num_idle_bytes += num_more if session.open_turn is None else 0
+        self._store.resize(session)
+        self._revise(session)
+
+    def _revise(self, session: Session) -> None:
         self._num_revisions += 1
         session.revision = self._num_revisions
 
     def _touch(self, session: Session, *, now_s: float) -> None:
         session.last_used_s = now_s
-        if session.open_turn is None:
-            self._idle.move_to_end(session.key)
+        self._store.touch(session)
 
     def _stop(self, session: Session, *, now_s: float) -> None:
         assert session.open_turn is not None  # noqa: S101 (only running sessions stop)
-        del self._key_by_nonce[session.open_turn.nonce]
-        del self._running[session.key]
-        session.open_turn = None
+        del self._running[session.open_turn.nonce]
         session.last_used_s = now_s
-        self._idle[session.key] = session
-        self._num_idle_bytes += session.num_bytes
+        self._store.stop(session)
 
     def _make_room(self, num_bytes: int, num_sessions: int, *, keep: Session | None, key: "Key", now_s: float) -> None:
-        """Drop what was idle longest until so much more fits beside `keep`; all or nothing."""
-        max_bytes, max_sessions = self._settings.max_session_bytes, self._settings.max_sessions
-        num_kept_bytes = self._num_bytes - self._num_idle_bytes + (keep.num_bytes if keep is not None else 0)
-        num_kept = len(self._running) + (keep is not None)
-        if num_kept_bytes + num_bytes > max_bytes or num_kept + num_sessions > max_sessions:
+        """Drop idle sessions until so much more of a tenant fits beside `keep`; all or nothing."""
+        if not self._store.can_fit(num_bytes, num_sessions, keep=keep):
             msg = (
-                f"no room for session {key[1]!r} among {num_kept} running ones of {num_kept_bytes} bytes: "
+                f"no room for session {key[1]!r} beside {self.num_running} running ones: "
                 "retry later, or raise 'max_sessions' or 'max_session_bytes'"
             )
             raise CapacityExceeded(msg, retry_after_s=_CAPACITY_RETRY_AFTER_S)
-        while self._num_bytes + num_bytes > max_bytes or len(self) + num_sessions > max_sessions:
-            # Never reaches `keep`: it was just used, so it comes last, and alone it fits.
-            self._drop(self._longest_idle(), now_s=now_s)
-
-    def _longest_idle(self) -> Session:
-        return next(iter(self._idle.values()))
-
-    def _remove(self, session: Session) -> None:
-        self._num_bytes -= session.num_bytes
-        if session.open_turn is None:
-            self._num_idle_bytes -= session.num_bytes
-            del self._idle[session.key]
-        else:
-            del self._key_by_nonce[session.open_turn.nonce]
-            del self._running[session.key]
+        while (session := self._store.next_to_go(key[0], num_bytes, num_sessions, keep=keep)) is not None:
+            self._drop(session, now_s=now_s)
 
     def _drop(self, session: Session, *, now_s: float) -> None:
         self._remove(session)
         self._on_drop(session.key, now_s)
+
+    def _remove(self, session: Session) -> None:
+        if session.open_turn is not None:
+            del self._running[session.open_turn.nonce]
+        self._store.remove(session)

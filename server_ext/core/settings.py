@@ -43,7 +43,7 @@ class HomeSettings:
     session_retention_s: float = 3600.0
     """How long a session is kept after its last use; at least `max_ttl_s`."""
     max_sessions: int = 100_000
-    """Most sessions kept; the one that was idle longest makes room for a new one."""
+    """Most sessions kept; the tenant that has most makes room for a new one, with what was idle longest."""
     max_session_bytes: int = 1 << 30
     """Most bytes that all sessions together take (token ids, transcripts, last replies)."""
     revocation: Revocation = "value"

@@ -68,5 +68,5 @@ class BidiKVConnector(compat.NixlPullConnector):
         return reply
 
     def on_weight_version(self, weight_version: str) -> None:
-        """Note that the engine now serves other weights."""
-        self.connector_scheduler.identity.weight_version = weight_version
+        """Note that the engine now serves these weights."""
+        self.connector_scheduler.on_weight_version(weight_version)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from array import array
 from typing import TYPE_CHECKING, Any
 
 from bidikv_sdk.prefix import num_blocks
@@ -65,8 +64,8 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
         (group,) = kv_cache_config.kv_cache_groups
         self._block_bytes = len(group.layer_names) * group.kv_cache_spec.page_size_bytes
         self._max_request_blocks = num_blocks(vllm_config.model_config.max_model_len, self.block_size)
-        self._rates = LearnedRates(ConstantRates(attention_tokens=compat.attention_tokens(vllm_config)))
-        self._steps = StepWatch(self._rates)
+        self.rates = LearnedRates(ConstantRates(attention_tokens=compat.attention_tokens(vllm_config)))
+        self._steps = StepWatch(self.rates)
         self._home: Home
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
@@ -81,7 +80,7 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
             secret=self._settings.secret,
             make_address=self._address,
             new_nonce=lambda: secrets.token_urlsafe(16),
-            rates=self._rates,
+            rates=self.rates,
             count_running=self._steps.count_running,
         )
         compat.guard_allocations(manager, self._make_room, self._before_reset)
@@ -99,14 +98,9 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
         """Pin a finished turn's blocks provisionally, before vLLM frees them."""
         self._steps.finished(request.request_id)
         nonce = request.session_id
-        if nonce is not None and self._home.is_open(nonce) and request.status in _LEASABLE:
-            num_tokens = num_tokens_in_cache(request)
-            self._home.finish(
-                nonce,
-                block_ids[0][: num_blocks(num_tokens, self.block_size)],
-                num_tokens,
-                array("i", request.all_token_ids[:num_tokens]),
-                now_s=time.perf_counter(),
+        if nonce is not None and self._home.leases.is_open(nonce) and request.status in _LEASABLE:
+            self._home.leases.finish(
+                nonce, block_ids[0], num_tokens_in_cache(request), request.all_token_ids, now_s=time.perf_counter()
             )
         delay_free, params = super().request_finished(request, block_ids)
         return delay_free, params
@@ -130,13 +124,20 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
 
     def _make_room(self, num_missing: int) -> bool:
         # All or nothing: a request that revoking cannot help must not cost sessions their leases.
-        return self._home.revoke(num_missing, now_s=time.perf_counter(), all_or_nothing=True) > 0
+        return self._home.leases.revoke(num_missing, now_s=time.perf_counter(), all_or_nothing=True) > 0
 
     def _before_reset(self) -> bool:
-        if self._home.release_all("reset", now_s=time.perf_counter()):
+        if self._home.leases.release_all("reset", now_s=time.perf_counter()):
             return True
         logger.warning("Prefix cache not reset: P is reading leased blocks; try again in a few seconds.")
         return False
+
+    def on_weight_version(self, weight_version: str) -> None:
+        """Give back all that other weights have computed: no turn will ever match it again."""
+        if weight_version != self.identity.weight_version:
+            self.identity.weight_version = weight_version
+            # Under an open ticket they stay until they expire; nobody gets another one.
+            self._home.leases.release_all("model_changed", now_s=time.perf_counter())
 
     # Control channel
 

@@ -167,6 +167,10 @@ class PrefillScheduler(compat.NixlPullConnectorScheduler):
             params["bidikv"] = {**read.to_json(time.perf_counter()), "fingerprint": self.identity.fingerprint}
         return delay_free, params
 
+    def on_weight_version(self, weight_version: str) -> None:
+        """Read only what these weights have computed from now on."""
+        self.identity.weight_version = weight_version
+
     def control(self, op: str, arg: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002 - the channel's signature
         """Refuse: P keeps no sessions."""
         msg = f"this engine is a prefill node and has no op {op!r}; sessions live on decode nodes"

@@ -114,6 +114,8 @@ class Conductor:
         salt = self.tenants.cache_salt(caller.tenant, session_id=caller.session_id if recompute else None)
         vllm_request = request.to_vllm(place.tools, cache_salt=salt)
         prompt = await self._renderer.render(vllm_request, place.history, place.delta)
+        # For what vLLM counts in a history, such as the tool calls that Kimi's ids are numbered by.
+        vllm_request.messages = [*place.history.messages, *place.delta]
         rendered_s = time.perf_counter()
         arg |= {"turn": told.turn + 1, "revision": told.revision, "num_kept": place.num_kept}
         begun = await self._begin(arg, prompt, request.route or self.settings.home.default_route)
@@ -175,8 +177,8 @@ class Conductor:
             request_id=caller.request_id,
             prompt=prompt,
             route=begun["route"],
+            asked=None if request.route == "auto" else request.route,
             choice=None if begun["choice"] is None else Choice.from_json(begun["choice"]),
-            forced=request.route not in {None, "auto"},
             ticket=begun["ticket"],
             held_tokens=begun["held_tokens"],
             diverged_at=begun["diverged_at"],

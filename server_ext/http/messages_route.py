@@ -34,7 +34,7 @@ def attach(state: Any) -> None:
             said = await raw_request.json()
             named = named_in(said, raw_request.headers, conductor.settings)
             if named is not None:
-                body = request.model_dump(mode="json", exclude_unset=True)
+                body = request.model_dump(mode="json", exclude_unset=True) | {"bidikv": said.get("bidikv") or {}}
                 completion = await _in_session(SessionTurn(conductor, named, body), raw_request)
                 if completion is not None:
                     return completion

@@ -11,7 +11,7 @@ import httpx
 
 from bidikv_sdk.prefix import num_blocks
 from bidikv_sdk.wire import REASONS
-from server_ext.http.prefill_route import PREFILL_PATH, prefill_token
+from server_ext.http.prefill_route import PREFILL_PATH, pack_ids, prefill_token
 
 if TYPE_CHECKING:
     from array import array
@@ -114,12 +114,12 @@ class PrefillClient:
         Raises:
             PrefillUnavailable: no P answered rightly in time.
         """
-        body = {"token_ids": token_ids.tolist(), "kv_transfer_params": params, "cache_salt": cache_salt}
+        body = {"token_ids": pack_ids(token_ids), "kv_transfer_params": params, "cache_salt": cache_salt}
         failure = PrefillUnavailable("no prefill_urls are set", may_still_read=False)
         failed_urls: list[str] = []
         for url in self._urls:
             try:
-                prefilled = await self._call(url, body, request_id)
+                prefilled = await self._call(url, body, len(token_ids), request_id)
             except PrefillUnavailable as error:  # noqa: PERF203 - a network call dwarfs the try
                 failure = error
                 failed_urls.append(url)
@@ -131,8 +131,7 @@ class PrefillClient:
         failure.failed_urls = failed_urls
         raise failure
 
-    async def _call(self, url: str, body: dict[str, Any], request_id: str) -> Prefilled:
-        num_tokens = len(body["token_ids"])
+    async def _call(self, url: str, body: dict[str, Any], num_tokens: int, request_id: str) -> Prefilled:
         deadline_s = self._timeout_s or min(_GRACE_S + 2 * num_tokens / self._tokens_per_s, self._max_deadline_s)
         started_s = time.perf_counter()
         try:

@@ -29,7 +29,7 @@ router = APIRouter(prefix="/v1/sessions", tags=["bidikv"])
 
 _REQUEST_ID = "X-Request-Id"
 _MAX_REQUEST_ID_CHARS = 128
-_MAX_BODY_BYTES = 64 << 20  # a million tokens of text several times over; more is no chat
+MAX_BODY_BYTES = 64 << 20  # a million tokens of text several times over; more is no chat
 
 
 class ClosingStream(StreamingResponse):
@@ -121,8 +121,8 @@ async def body_of(raw_request: Request) -> dict[str, Any]:
     raw = bytearray()
     async for piece in raw_request.stream():
         raw += piece
-        if len(raw) > _MAX_BODY_BYTES:
-            msg = f"the body has more than {_MAX_BODY_BYTES} bytes; shorten the messages"
+        if len(raw) > MAX_BODY_BYTES:
+            msg = f"the body has more than {MAX_BODY_BYTES} bytes; shorten the messages"
             raise Refused(msg, code="request_too_large")
     try:
         body = json.loads(raw.decode()) if raw else {}
@@ -156,12 +156,15 @@ async def open_session(raw_request: Request) -> Response:
 @router.get("")
 @answers
 async def list_sessions(raw_request: Request) -> Response:
-    """List the caller's own sessions."""
+    """List the caller's own sessions, all of them or a page."""
     conductor: Conductor = raw_request.app.state.bidikv_conductor
-    tenant = conductor.tenants.tenant_of(raw_request.headers)
-    listing = await conductor.home.call("list", {"tenant": tenant})
+    query = raw_request.query_params
+    page = {"limit": turn_request.limit_of(query.get("limit")), "after": query.get("after")}
+    listing = await conductor.home.call("list", {"tenant": conductor.tenants.tenant_of(raw_request.headers), **page})
     sessions = [SessionInfo.from_json(shown(session)) for session in listing["sessions"]]
-    return JSONResponse(sessions_to_json(sessions), headers={_REQUEST_ID: request_id_of(raw_request)})
+    return JSONResponse(
+        sessions_to_json(sessions, has_more=listing["has_more"]), headers={_REQUEST_ID: request_id_of(raw_request)}
+    )
 
 
 @router.get("/{session_id}")

@@ -52,18 +52,19 @@ class Transcript:
     def __init__(self, record: Mapping[str, Any]) -> None:
         self.turn: int = record["info"]["turn"]
         self.revision: int = record["revision"]
-        self._chunks: list[dict[str, Any]] = [json.loads(chunk) if chunk else {} for chunk in record["transcript"]]
+        self._chunks = [json.loads(chunk) if chunk else {} for chunk in record["transcript"]]
+        self._replaced = [json.loads(chunk) if chunk else {} for chunk in record["replaced"]]
         self._id_counts: list[int] = record["id_counts"]
         self._token_ids = array("i", record["token_ids"])
 
     def end(self, delta: list[Message], tools: list[dict[str, Any]] | None) -> Place:
         """Go on at the end; tools stay until others are given."""
-        changed: Reason | None = None
-        known = self._tools()
-        if self.turn and tools is not None and tools != (known or []):
-            changed = "tools_changed"
-        tools = known if tools is None else tools
-        return Place(self._history(len(self._chunks)), len(self._chunks), delta, tools, changed)
+        tools = _tools_of(self._chunks) if tools is None else tools
+        history = self._history(len(self._chunks))
+        changed = self._changed([*history.messages, *delta] if self._replaced else None, tools)
+        if changed is None and any(_is_system(message) for message in delta):
+            changed = "system_changed"  # where the template moves it to the front
+        return Place(history, len(self._chunks), delta, tools, changed)
 
     def find(self, messages: list[Message], tools: list[dict[str, Any]]) -> Place:
         """Go on where a whole history leaves the session's own; at least its last message is new."""
@@ -75,11 +76,7 @@ class Transcript:
             if end >= len(given) or given[num_messages:end] != chunk:
                 break
             num_kept, num_messages = num_kept + 1, end
-        changed: Reason | None = None
-        if self.turn and tools != (self._tools() or []):
-            changed = "tools_changed"
-        elif num_kept < len(known):
-            changed = _first_change(given, [message for chunk in known for message in chunk])
+        changed = self._changed(messages if self._replaced or num_kept < len(known) else None, tools)
         return Place(self._history(num_kept), num_kept, messages[num_messages:], tools, changed)
 
     def _history(self, num_chunks: int) -> History:
@@ -92,16 +89,34 @@ class Transcript:
             prompt_hash=last.get("prompt_hash", ""),
         )
 
-    def _tools(self) -> list[dict[str, Any]] | None:
-        return next((chunk["tools"] for chunk in reversed(self._chunks) if chunk.get("tools") is not None), None)
+    def _changed(self, messages: Sequence[Message] | None, tools: list[dict[str, Any]] | None) -> Reason | None:
+        """Say how a history differs from that which the session's lease was computed from; None where it continues it.
+
+        Args:
+            messages: the new history; None where it is known to continue the old one.
+            tools: the new ones.
+        """
+        before = self._replaced or self._chunks
+        if self.turn and (tools or []) != (_tools_of(before) or []):
+            return "tools_changed"
+        if messages is None:
+            return None
+        return _first_change(messages, [message for chunk in before for message in chunk.get("messages", ())])
 
 
-def _first_change(given: Sequence[Message], known: Sequence[Message]) -> Reason:
+def _tools_of(chunks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    return next((chunk["tools"] for chunk in reversed(chunks) if chunk.get("tools") is not None), None)
+
+
+def _is_system(message: Message) -> bool:
+    return message.get("role") in {"system", "developer"}
+
+
+def _first_change(messages: Sequence[Message], before: Sequence[Message]) -> Reason:
     nothing: Message = {}
-    pairs = zip_longest(given, known, fillvalue=nothing)
+    pairs = zip_longest(map(_said, messages), map(_said, before), fillvalue=nothing)
     changed = next((pair for pair in pairs if pair[0] != pair[1]), (nothing,))
-    is_system = any(message.get("role") in {"system", "developer"} for message in changed)
-    return "system_changed" if is_system else "messages_changed"
+    return "system_changed" if any(map(_is_system, changed)) else "messages_changed"
 
 
 def _said(message: Message) -> Message:

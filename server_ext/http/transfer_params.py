@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 
 from server_ext.http.errors import Refused
 from server_ext.http.prefill_route import PREFILL_PATH
+from server_ext.http.routes import MAX_BODY_BYTES
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -22,7 +23,11 @@ _NAME = "kv_transfer_params"
 
 
 class RefuseTransferParams:
-    """ASGI middleware: a body with `kv_transfer_params` is a 400, all else passes unchanged."""
+    """ASGI middleware: a body with `kv_transfer_params` is a 400, all else passes unchanged.
+
+    What is larger than a session's body may be passes unseen, and unbuffered from there on: the session routes refuse
+    it, and vLLM's have limits of their own.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -33,9 +38,12 @@ class RefuseTransferParams:
             await self._app(scope, receive, send)
             return
         messages: list[Message] = []
-        while not messages or (messages[-1]["type"] == "http.request" and messages[-1].get("more_body")):
-            messages.append(await receive())
-        if names_transfer_params(b"".join(message.get("body", b"") for message in messages)):
+        num_bytes, is_whole = 0, False
+        while not is_whole and num_bytes <= MAX_BODY_BYTES:
+            messages.append(message := await receive())
+            num_bytes += len(message.get("body", b""))
+            is_whole = message["type"] != "http.request" or not message.get("more_body")
+        if is_whole and names_transfer_params(b"".join(message.get("body", b"") for message in messages)):
             msg = f"{_NAME} is not accepted from clients; leave it out"
             refused = Refused(msg, code="unsupported_parameter", param=_NAME)
             request_id = Headers(scope=scope).get("X-Request-Id") or uuid.uuid4().hex

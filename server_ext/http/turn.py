@@ -37,8 +37,9 @@ class Plan:
     - `nonce`: of this turn; the engine knows the turn's request by it.
     - `fingerprint`: of D's model and weights; what P computes under another one is of no use.
     - `prompt`: what D and P compute.
-    - `route`: the way it goes; `forced` tells that the caller asked for it, `choice` what it was chosen from (None:
-      nothing was).
+    - `route`: the way it goes.
+    - `asked`: the way that the caller asked for, None for none; where there is nothing to fetch the two differ.
+    - `choice`: what the way was chosen from; None where nothing was.
     - `ticket`: signed transfer parameters for reading the lease; None where P gets none.
     - `held_tokens`, `diverged_at`: of the lease, for the report.
     - `lease_reason`: why the lease is gone or smaller; None where it is whole.
@@ -52,8 +53,8 @@ class Plan:
     request_id: str
     prompt: Prompt
     route: Route
+    asked: Route | None
     choice: Choice | None
-    forced: bool
     ticket: dict[str, Any] | None
     held_tokens: int
     diverged_at: int | None
@@ -314,15 +315,16 @@ class Turn:
             return self._prefill_reason
         if self._prefilled is not None and self._prefilled.reason is not None:
             return self._prefilled.reason  # type: ignore[return-value]
-        if plan.route in ("recompute", "prefill", "local") and plan.forced:
+        if plan.asked in {"recompute", "prefill", "local"}:
             return "forced"
+        if plan.diverged_at is not None and plan.ticket_reason != "over_budget":
+            # Behind this nothing could be read, whatever else became of the lease; and it may have left too little.
+            return plan.changed or "messages_changed"
         if plan.lease_reason is not None:
             return plan.lease_reason
         if plan.ticket_reason is not None:
             return plan.ticket_reason
-        if plan.diverged_at is not None:
-            return plan.changed or "messages_changed"
-        return "forced" if plan.forced else "cheapest"
+        return "forced" if plan.asked is not None else "cheapest"
 
     def _timings(self) -> Timings:
         clock, prefilled = self._clock, self._prefilled

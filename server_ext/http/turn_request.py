@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from bidikv_sdk.wire import Route
 
 _MAX_SESSION_ID_CHARS = 256
+_MAX_PAGE = 1000
 _MAX_TURN = 1 << 31  # no session gets there, and all that count turns can hold it
 # Fields that would change what the session's prompt is, or reach past it, each with the value that means the same as
 # leaving it out. `cache_salt` comes from the tenant.
@@ -246,6 +247,20 @@ def ttl_of(value: Any, param: str) -> float | None:
         msg = f"{param} is {value!r:.80}; give a number of seconds above 0"
         raise Refused(msg, param=param)
     return float(value)
+
+
+def limit_of(value: str | None) -> int | None:
+    """Return how many sessions a page of the list may have, None where all are asked for.
+
+    Raises:
+        Refused: it is no number from 1 to 1000.
+    """
+    if value is None:
+        return None
+    if not value.isascii() or not value.isdigit() or not 1 <= int(value[:9]) <= _MAX_PAGE:
+        msg = f"limit is {value!r:.80}; give a number from 1 to {_MAX_PAGE}"
+        raise Refused(msg, param="limit")
+    return int(value)
 
 
 def is_session_id(value: Any) -> bool:

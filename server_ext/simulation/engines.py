@@ -8,11 +8,15 @@ from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
 from server_ext.analysis.memory import DecodeMemory
+from server_ext.core.rates import ConstantRates, LearnedRates
+from server_ext.core.routing import Routing
 
 from .rates import FleetRates
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from server_ext.core.settings import HomeSettings
 
     from .turn import Turn
 
@@ -36,22 +40,71 @@ class Port:
 class PrefillEngine:
     """P: computes prompts one after the other, as chunked prefill does, and keeps the last in its prefix cache."""
 
-    __slots__ = ("_cache", "_cached_tokens", "_pool_tokens", "busy_s", "free_s", "inbound", "outbound")
+    __slots__ = (
+        "_at_s", "_cache", "_cached_tokens", "_left_s", "_pool_tokens", "_speed", "_waiting_s", "busy_s", "inbound",
+        "name", "neighbour", "num_changes", "outbound", "queue",
+    )  # fmt: skip
 
-    def __init__(self, pool_tokens: int) -> None:
+    def __init__(self, name: str, pool_tokens: int) -> None:
         """Make an idle engine; with 0 tokens its prefix cache never hits."""
+        self.name = name
         self.inbound, self.outbound = Port(), Port()
-        self.free_s = 0.0
+        self.queue: deque[Turn] = deque()
+        """The first one is being computed."""
+        self.neighbour: DecodeEngine | None = None
+        """On the same machine."""
+        self.num_changes = 0
+        """Of when the first one will be computed."""
         self.busy_s = 0.0
+        self._left_s = self._waiting_s = self._at_s = 0.0
+        self._speed = 1.0
         self._pool_tokens = pool_tokens
         self._cached_tokens = 0
         self._cache: OrderedDict[int, int] = OrderedDict()
 
-    def reserve(self, duration_s: float, *, now_s: float) -> float:
-        """Put a prompt into the queue; return when it is computed."""
-        self.free_s = max(self.free_s, now_s) + duration_s
-        self.busy_s += duration_s
-        return self.free_s
+    def add(self, turn: "Turn", *, now_s: float) -> None:
+        """Put a prompt into the queue."""
+        self.advance(now_s=now_s)
+        self.queue.append(turn)
+        self._waiting_s += turn.compute_s
+        if len(self.queue) == 1:
+            self._begin()
+
+    def pop(self, *, now_s: float) -> "Turn":
+        """Take the first prompt out: it is computed."""
+        self.advance(now_s=now_s)
+        turn = self.queue.popleft()
+        if self.queue:
+            self._begin()
+        return turn
+
+    def _begin(self) -> None:
+        self._left_s = self.queue[0].compute_s
+        self._waiting_s -= self._left_s
+
+    def advance(self, *, now_s: float) -> None:
+        """Compute until now."""
+        if self.queue:
+            elapsed_s = now_s - self._at_s
+            self._left_s -= elapsed_s * self._speed
+            self.busy_s += elapsed_s
+        self._at_s = now_s
+
+    def next_end_s(self) -> float:
+        """Return when the first prompt is computed if nothing changes; there must be one."""
+        return self._at_s + max(0.0, self._left_s) / self._speed
+
+    def free_s(self) -> float:
+        """Return when all that is in the queue now will be computed; the past where it is empty."""
+        return self.next_end_s() + self._waiting_s if self.queue else self._at_s
+
+    def set_speed(self, speed: float, *, now_s: float) -> bool:
+        """Compute at another speed from now on; return whether that is a change."""
+        if speed == self._speed:
+            return False
+        self.advance(now_s=now_s)
+        self._speed = speed
+        return bool(self.queue)
 
     def num_cached(self, session: int, kept_tokens: int) -> int:
         """Return how many of the first `kept_tokens` of a session's prompt lie in the prefix cache."""
@@ -80,6 +133,7 @@ class Batch:
         "_context_tokens",
         "_ends",
         "_extra_s",
+        "_factor",
         "_num_joined",
         "_rates",
         "_step_s",
@@ -92,6 +146,7 @@ class Batch:
         self._rates = rates
         self._context_tokens = 0
         self._extra_s = 0.0
+        self._factor = 1.0
         self._steps = 0.0
         self._at_s = 0.0
         self._step_s = rates.decode_step_s
@@ -116,15 +171,23 @@ class Batch:
             self.busy_s += elapsed_s
         self._at_s = now_s
 
-    def join(self, turn: "Turn", num_steps: int, context_tokens: int, *, now_s: float) -> float:
-        """Add a sequence for so many steps; return when its first token comes."""
-        wait_s = self.step_s / 2  # on average, for the step that runs
+    def join(self, turn: "Turn", num_steps: int, context_tokens: int, *, lag_steps: float, now_s: float) -> float:
+        """Add a sequence that lasts so many steps; return when its first token comes.
+
+        Args:
+            turn: whose it is.
+            num_steps: tokens of its answer.
+            context_tokens: that it attends to, on average.
+            lag_steps: that it waits for before its first, where others run.
+            now_s: simulated seconds.
+        """
         self.advance(now_s=now_s)
+        lag_steps = lag_steps if self._ends else 0.0
         self._num_joined += 1
-        heapq.heappush(self._ends, (self._steps + num_steps, self._num_joined, context_tokens, turn))
+        heapq.heappush(self._ends, (self._steps + lag_steps + num_steps, self._num_joined, context_tokens, turn))
         self._context_tokens += context_tokens
         self._change()
-        return now_s + wait_s + self._step_s
+        return now_s + (lag_steps + 1) * self._step_s
 
     def pop_ended(self, *, now_s: float) -> "Iterator[Turn]":
         """Remove and yield the sequences that have ended."""
@@ -147,20 +210,37 @@ class Batch:
         self._extra_s = extra_s
         self._change()
 
+    def stretch(self, factor: float, *, now_s: float) -> None:
+        """Let every step take so many times as long from now on: something else uses the machine too."""
+        if factor != self._factor:
+            self.advance(now_s=now_s)
+            self._factor = factor
+            self._change()
+
     def _change(self) -> None:
         if self._ends:
-            self._step_s = self._rates.step_s(len(self._ends), self._context_tokens) + self._extra_s
+            alone_s = self._rates.step_s(len(self._ends), self._context_tokens)
+            self._step_s = alone_s * self._factor + self._extra_s
 
 
 class DecodeEngine:
     """D: the home of its sessions. What waits for blocks waits in order; so does what it computes itself."""
 
-    __slots__ = ("batch", "computing", "inbound", "memory", "outbound", "waiting", "wake_s")
+    __slots__ = (
+        "batch", "computing", "inbound", "learned", "memory", "neighbour", "outbound", "routing", "waiting", "wake_s",
+    )  # fmt: skip
 
-    def __init__(self, memory: DecodeMemory, rates: FleetRates) -> None:
+    def __init__(self, memory: DecodeMemory, rates: FleetRates, settings: "HomeSettings") -> None:
         self.memory = memory
         self.batch = Batch(rates)
+        # As the server: it knows the model's shape, and learns everything else.
+        self.learned = LearnedRates(ConstantRates(attention_tokens=rates.attention_tokens))
+        self.routing = Routing(
+            self.learned, settings, token_bytes=rates.kv_bytes_per_token, count_running=self.batch.__len__
+        )
         self.inbound, self.outbound = Port(), Port()
+        self.neighbour: PrefillEngine | None = None
+        """On the same machine."""
         self.waiting: deque[Turn] = deque()
         self.computing: deque[Turn] = deque()
         self.wake_s = float("inf")

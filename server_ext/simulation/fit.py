@@ -1,11 +1,11 @@
 """Fits rates to what turns on real engines took. Pure; `server_ext.cli` runs the turns.
 
-All fits are least squares of relative errors with coefficients that are never negative: short turns count as much as
-long ones, and no cost is a gain.
+All fits make the sum of relative errors small, so that a few odd samples change little; coefficients are never
+negative: no cost is a gain.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -15,6 +15,9 @@ from .rates import FleetRates
 _NO_ATTENTION: Final = 1e9
 """In place of the length at which attention costs as much as all else, where it cost nothing that could be seen."""
 _MIN_TURNS: Final = 3
+_ROUNDS: Final = 30
+_LEAST_ERROR: Final = 1e-3
+_NOISE: Final = 1.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +50,17 @@ class DecodeSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BesideSample:
+    """A turn whose prompt P computed whole while D decoded one other sequence."""
+
+    turn: TurnSample
+    context_tokens: int
+    """Of the sequence on D."""
+    step_s: float
+    """Between two of its tokens while P computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """What is known of the engines without measuring."""
 
@@ -58,8 +72,10 @@ class Shape:
     step_tokens: int
 
 
-def fit_rates(shape: Shape, turns: Sequence[TurnSample], decodes: Sequence[DecodeSample]) -> FleetRates:
-    """Return the rates that explain the samples best.
+def fit_rates(
+    shape: Shape, turns: Sequence[TurnSample], decodes: Sequence[DecodeSample], besides: Sequence[BesideSample] = ()
+) -> FleetRates:
+    """Return the rates that explain the samples best; engines are taken to share nothing where nothing stands beside.
 
     Raises:
         ValueError: there are too few samples of a kind, or none of them tells the rate.
@@ -85,7 +101,7 @@ def fit_rates(shape: Shape, turns: Sequence[TurnSample], decodes: Sequence[Decod
     handover_fixed_s, handover_s = _fit(
         [(1.0, float(turn.handed_tokens)) for turn in turns], [turn.handover_s for turn in turns]
     )
-    return FleetRates(
+    alone = FleetRates(
         **asdict(shape),
         control_s=float(np.median([turn.control_s for turn in turns])),
         prefill_fixed_s=prefill_fixed_s,
@@ -101,6 +117,38 @@ def fit_rates(shape: Shape, turns: Sequence[TurnSample], decodes: Sequence[Decod
         decode_s_per_sequence=sequence_s,
         decode_s_per_context_token=context_s,
     )
+    return replace(alone, **_beside(alone, besides)) if besides else alone
+
+
+def _beside(alone: FleetRates, besides: Sequence[BesideSample]) -> dict[str, Any]:
+    """Return what takes longer beside a sequence on D: both engines' work, and the waits for D's steps."""
+    steps_s = [alone.step_s(1, one.context_tokens) for one in besides]
+    pairs = list(zip(besides, steps_s, strict=True))
+    control = [(one.turn.control_s - alone.control_s) / step_s for one, step_s in pairs]
+    handover = [
+        (
+            one.turn.handover_s
+            - alone.handover_fixed_s
+            - alone.handover_s_per_token * one.turn.handed_tokens
+            - alone.step_s(2, one.context_tokens + one.turn.prompt_tokens)
+        )
+        / step_s
+        for one, step_s in pairs
+    ]
+    return {
+        "prefill_slowdown": _slowdown(
+            [one.turn.prefill_s / alone.prefill_s(one.turn.prompt_tokens) for one in besides]
+        ),
+        "decode_slowdown": _slowdown([one.step_s / step_s for one, step_s in pairs]),
+        "control_steps": max(0.0, float(np.median(control))),
+        "handover_steps": max(0.0, float(np.median(handover))),
+    }
+
+
+def _slowdown(ratios: Sequence[float]) -> float:
+    """Return how many times as long things take beside each other; 1 where that is within what measuring varies by."""
+    ratio = float(np.median(ratios))
+    return ratio if ratio > _NOISE else 1.0
 
 
 def _work(turn: TurnSample) -> tuple[float, float, float]:
@@ -111,14 +159,26 @@ def _work(turn: TurnSample) -> tuple[float, float, float]:
 
 def _fit(rows: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> list[float]:
     """Return the coefficients [num_columns], 0 or more, that bring rows [num_rows][num_columns] nearest to seconds."""
-    values = np.maximum(np.asarray(seconds, dtype=np.float64), 1e-9)
-    columns = np.asarray(rows, dtype=np.float64) / values[:, None]
+    columns, values = np.asarray(rows, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    found = _solve(columns, values)
+    for _ in range(_ROUNDS):
+        # Errors are parts of what is expected, and count by their size, not its square: a turn that something else
+        # held up, or an answer whose chunks came all at once, must not bend the rest.
+        expected = np.maximum(columns @ np.asarray(found), 1e-9)
+        errors = np.abs(values / expected - 1)
+        scale = expected * np.sqrt(np.maximum(errors, _LEAST_ERROR))
+        found = _solve(columns / scale[:, None], values / scale)
+    return found
+
+
+def _solve(columns: Any, values: Any) -> list[float]:
+    """Return the least-squares coefficients, 0 or more, of `columns` [num_rows, num_columns] against `values`."""
     used = list(range(columns.shape[1]))
     found: list[float] = [0.0] * columns.shape[1]
     while used:
         scale = np.abs(columns[:, used]).max(axis=0)
         scale[scale == 0] = 1.0
-        solved: Any = np.linalg.lstsq(columns[:, used] / scale, np.ones(len(values)), rcond=None)[0] / scale
+        solved: Any = np.linalg.lstsq(columns[:, used] / scale, values, rcond=None)[0] / scale
         if (solved >= 0).all():
             for index, value in zip(used, solved.tolist(), strict=True):
                 found[index] = value

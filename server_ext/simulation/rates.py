@@ -61,6 +61,10 @@ class FleetRates:
     """Of each further one."""
     decode_s_per_context_token: float
     """Of each token that the running sequences attend to."""
+    prefill_slowdown: float = 1.0
+    """How many times as long a prefill takes while the decode engine beside it decodes; 1 where they share nothing."""
+    decode_slowdown: float = 1.0
+    """The same of a decode step while the prefill engine beside it computes."""
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -85,6 +89,17 @@ class FleetRates:
             + self.decode_s_per_sequence * (num_sequences - 1)
             + self.decode_s_per_context_token * context_tokens
         )
+
+    control_steps: float = 1.5
+    """Steps of a decode engine that runs, for which a turn's calls wait: half of one, and then a whole one."""
+    handover_steps: float = 1.5
+    """The same between a hand-over and the step that makes the first token: the read is posted with a step, and that
+    it has ended is seen at that step's end."""
+
+    @property
+    def shares_machines(self) -> bool:
+        """Whether a prefill and a decode engine take each other's time."""
+        return self.prefill_slowdown != 1 or self.decode_slowdown != 1
 
     def to_json(self) -> dict[str, Any]:
         """Return the object of the file."""
@@ -122,7 +137,7 @@ class FleetRates:
 
 _POSITIVE: Final = frozenset(
     {"kv_bytes_per_token", "max_context_tokens", "pool_tokens", "step_tokens", "prefill_s_per_token"}
-    | {"attention_tokens", "decode_step_s"}
+    | {"attention_tokens", "decode_step_s", "prefill_slowdown", "decode_slowdown"}
 )
 _POSITIVE_TEXT: Final = ", ".join(sorted(_POSITIVE))
 

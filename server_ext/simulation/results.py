@@ -13,7 +13,7 @@ from bidikv_sdk.wire import OUTCOMES, REASONS
 from server_ext.core import metrics
 
 if TYPE_CHECKING:
-    from bidikv_sdk.wire import Outcome, Reason, Route
+    from bidikv_sdk.wire import Outcome, Reason
 
     from .engines import DecodeEngine, PrefillEngine
     from .fleet import FleetConfig
@@ -84,11 +84,11 @@ class Recorder:
         """Count a turn that cannot be served."""
         self._refused[why] += 1
 
-    def add(self, turn: "Turn", route: "Route", *, end_s: float) -> None:
-        """Record a turn that ends now."""
+    def add(self, turn: "Turn", *, is_forced: bool, end_s: float) -> None:
+        """Record a turn that ends now; `is_forced` tells that its way was asked for."""
         outcome: Outcome
         fetched, cached, prompt = turn.fetched_tokens, turn.cached_tokens, turn.prompt_tokens
-        if turn.prefill is None:
+        if turn.way == "local":
             outcome = "local" if cached else "recomputed"
         else:
             outcome = "fetched" if fetched else "prefilled" if cached else "recomputed"
@@ -99,11 +99,12 @@ class Recorder:
         self._token.append((end_s - turn.first_token_s) / (num_output - 1) if num_output > 1 else float("nan"))
         self._number.append(turn.number)
         self._outcome.append(_OUTCOME_NUMBERS[outcome])
-        self._reason.append(_REASON_NUMBERS[_reason(turn, route)])
+        self._reason.append(_REASON_NUMBERS[_reason(turn, is_forced=is_forced)])
         self._num_sessions += turn.number == 1
         tokens = self._tokens
         tokens["prompt"] += prompt
         tokens["reused"] += cached
+        tokens["local"] += cached if turn.way == "local" else 0
         tokens["fetched"] += fetched
         tokens["computed"] += prompt - cached - fetched
 
@@ -111,6 +112,8 @@ class Recorder:
         self, prefills: "Sequence[PrefillEngine]", decodes: "Sequence[DecodeEngine]", *, now_s: float
     ) -> None:
         """Note how long everything has been busy so far."""
+        for prefill in prefills:
+            prefill.advance(now_s=now_s)
         for home in decodes:
             home.batch.advance(now_s=now_s)
         ports = [port for prefill in prefills for port in (prefill.inbound, prefill.outbound)]
@@ -143,7 +146,7 @@ class Recorder:
         window_s = min(self.window_s[1], end_s) - self.window_s[0]
         utilisation = self._utilisation()
         pinned = self._pinned_byte_s(config, decodes, end_s)
-        avoided = self._tokens["reused" if not config.num_prefill or config.route == "local" else "fetched"]
+        avoided = self._tokens["local"] + self._tokens["fetched"]
         return Results(
             num_sessions=self._num_sessions,
             num_turns=len(started),
@@ -181,10 +184,10 @@ class Recorder:
         return total
 
 
-def _reason(turn: "Turn", route: "Route") -> "Reason":
+def _reason(turn: "Turn", *, is_forced: bool) -> "Reason":
     """Say why a turn went its way, as the server does."""
     begun = turn.request.begun
-    if route != "fetch":
+    if is_forced:
         return "forced"
     if turn.is_ticket_late:
         return "ticket_late"

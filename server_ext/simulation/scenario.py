@@ -3,6 +3,7 @@
 `run` answers one `Scenario`; `grid` makes one for each combination of values; `recommend` reads the answers.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice, product
@@ -23,6 +24,10 @@ from .results import Results
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+_LEAST_SESSIONS: Final = 200
+_LIVES: Final = 4
+"""A run lasts as long as so many lives of a session: the first fills the fleet."""
+_MAX_CONCURRENT: Final = 1e9
 _SAMPLE: Final = 300
 """Sessions that tell how long one lives."""
 NEARLY_BEST: Final = 1.1
@@ -46,7 +51,8 @@ class Scenario:
     """Made up, or recorded."""
     prefill: int = 1
     decode: int = 1
-    sessions: int = 200
+    sessions: int | None = None
+    """None: those that were recorded where they begin as recorded, else four for each that is in progress."""
     concurrent: float | None = 20.0
     """Sessions that are in progress at a time, on average; None: all begin when they were recorded."""
     budget: float = 0.5
@@ -60,7 +66,9 @@ class Scenario:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.sessions < 1 or (self.concurrent is not None and not self.concurrent > 0):
+        if (self.sessions is not None and self.sessions < 1) or (
+            self.concurrent is not None and not 0 < self.concurrent < _MAX_CONCURRENT
+        ):
             msg = f"{self.sessions} sessions, {self.concurrent} at a time: give 1 or more, and a number above 0"
             raise ValueError(msg)
         if self.route not in ROUTES:
@@ -70,6 +78,15 @@ class Scenario:
             msg = f"link {self.link!r} cannot be told with measured rates: they have a link of their own"
             raise ValueError(msg)
         self.config()
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions of the run."""
+        if self.sessions is not None:
+            return self.sessions
+        if self.concurrent is None:
+            return len(self.workload) if isinstance(self.workload, tuple) else _LEAST_SESSIONS
+        return max(_LEAST_SESSIONS, math.ceil(_LIVES * self.concurrent))
 
     def config(self) -> FleetConfig:
         """Return the fleet."""
@@ -106,10 +123,10 @@ class Scenario:
         """Yield the sessions in the order of their start."""
         rate_per_s = self.rate_per_s()
         if isinstance(self.workload, Workload):
-            return generate(self.workload, self.sessions, seed=self.seed, rate_per_s=rate_per_s)
+            return generate(self.workload, self.num_sessions, seed=self.seed, rate_per_s=rate_per_s)
         if rate_per_s is None:
-            return islice(iter(self.workload), self.sessions)
-        return _drawn(self.workload, self.sessions, self.seed, rate_per_s)
+            return islice(iter(self.workload), self.num_sessions)
+        return _drawn(self.workload, self.num_sessions, self.seed, rate_per_s)
 
 
 def _drawn(
@@ -126,7 +143,7 @@ def _drawn(
 def run(scenario: Scenario, *, on_progress: "Callable[[int], None] | None" = None) -> Results:
     """Simulate a scenario."""
     rate_per_s = scenario.rate_per_s()
-    last_start_s = None if rate_per_s is None else scenario.sessions / rate_per_s
+    last_start_s = None if rate_per_s is None else scenario.num_sessions / rate_per_s
     fleet = Fleet(scenario.config())
     return fleet.run(scenario.load(), last_start_s=last_start_s, on_progress=on_progress)
 

@@ -2,8 +2,11 @@
 
 from typing import TYPE_CHECKING
 
+from server_ext.core.cost import Observed
+
 if TYPE_CHECKING:
     from server_ext.analysis.memory import Request
+    from server_ext.core.cost import Way
     from server_ext.traffic import PlannedSession, PlannedTurn
 
     from .engines import DecodeEngine, PrefillEngine
@@ -27,8 +30,10 @@ class Turn:
     """One turn."""
 
     __slots__ = (
+        "answered_s",
         "cached_tokens",
         "compute_s",
+        "fetch_s",
         "fetched_tokens",
         "first_token_s",
         "idle_s",
@@ -41,14 +46,16 @@ class Turn:
         "request",
         "session",
         "started_s",
+        "way",
     )
 
-    def __init__(self, session: Session, plan: "PlannedTurn", number: int, started_s: float) -> None:
+    def __init__(self, session: Session, plan: "PlannedTurn", number: int, started_s: float, way: "Way") -> None:
         history = session.history_tokens
         self.session = session
         self.plan = plan
         self.number = number
         self.started_s = started_s
+        self.way = way
         self.kept_tokens = history if plan.kept_tokens is None else min(plan.kept_tokens, history)
         self.prompt_tokens = self.kept_tokens + plan.delta_tokens
         self.prefill: PrefillEngine | None = None
@@ -56,6 +63,22 @@ class Turn:
         self.cached_tokens = 0
         self.fetched_tokens = 0
         self.compute_s = 0.0
+        self.fetch_s: float | None = None
+        self.answered_s: float | None = None
         self.idle_s = 0.0
         self.is_ticket_late = False
         self.first_token_s = 0.0
+
+    def observed(self) -> Observed:
+        """Return what the server's conductor tells of a turn that has ended."""
+        began_s = self.started_s if self.answered_s is None else self.answered_s
+        return Observed(
+            prompt_tokens=self.prompt_tokens,
+            reused_tokens=self.cached_tokens,
+            fetched_tokens=self.fetched_tokens,
+            prefill_s=None if self.answered_s is None else self.answered_s - self.started_s,
+            fetch_s=self.fetch_s,
+            handover_s=self.first_token_s - began_s,
+            pair=None if self.answered_s is None or self.prefill is None else self.prefill.name,
+            is_read_failed=self.is_ticket_late,
+        )

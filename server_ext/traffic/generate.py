@@ -72,6 +72,7 @@ class Workload:
         shares = self.compaction_share + self.early_edit_share + self.late_edit_share
         for name, value, is_good in (
             ("time_divisor", self.time_divisor, self.time_divisor > 0),
+            ("num_turns", self.num_turns.median, self.num_turns.median > 0),
             ("max_turns", self.max_turns, self.max_turns >= 1),
             ("tool_share", self.tool_share, 0 <= self.tool_share <= 1),
             ("the shares of turns that do not append", shares, 0 <= shares <= 1),

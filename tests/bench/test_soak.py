@@ -19,7 +19,7 @@ from bench._soak_plan import (
     other_faults,
     recorded,
 )
-from bench._soak_result import Sample, SoakResult, slope_mb_per_min, slopes
+from bench._soak_result import Sample, SoakResult, curves, slope_mb_per_min, slopes
 from server_ext.traffic import PlannedSession, PlannedTurn, prompts
 
 # ---------------------------------------------------------------- plans
@@ -152,9 +152,24 @@ def test_every_life_of_an_engine_has_a_slope_of_its_own():
     """A restarted engine is small again: its smaller memory hides no growth of either life."""
     first = [Sample("decode", 1, t, int(9e8 + 2e6 * t / 60)) for t in range(100)]
     second = [Sample("decode", 2, 100 + t, int(1e8)) for t in range(100)]
-    assert slopes([*first, *second], 0.0) == {"decode": pytest.approx(2.0, abs=0.01)}
-    assert slopes([*first, *second], 100.0) == {"decode": pytest.approx(0.0, abs=0.01)}
-    assert slopes(first[:5], 0.0) == {}
+    old = {1: -60.0, 2: -60.0}
+    assert slopes([*first, *second], 0.0, old) == {"decode": pytest.approx(2.0, abs=0.01)}
+    assert slopes([*first, *second], 100.0, old) == {"decode": pytest.approx(0.0, abs=0.01)}
+    assert slopes(first[:5], 0.0, old) == {}
+
+
+def test_a_young_engine_is_not_watched():
+    """Memory that is touched for the first time is no leak: until a minute after its start nothing counts."""
+    samples = [Sample("prefill", 1, t, 10**6 * min(t, 90)) for t in range(200)]
+    assert slopes(samples, 0.0, {1: 30.0}) == {"prefill": pytest.approx(0.0, abs=0.01)}
+    assert slopes(samples, 0.0, {1: -60.0})["prefill"] > 10
+    assert slopes(samples, 0.0, {}) == {}
+
+
+def test_a_curve_has_a_point_every_half_minute():
+    """The file shows how memory went, without every sample."""
+    samples = [Sample("decode", 1, float(t), 10**6 * t) for t in range(0, 70, 2)]
+    assert curves(samples) == {"decode": [[0.0, 0.0], [30.0, 30.0], [60.0, 60.0]]}
 
 
 def make_result(**changes):

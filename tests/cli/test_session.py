@@ -47,6 +47,16 @@ def test_ls_without_sessions(deployment, invoke):
     assert json.loads(invoke("session", "ls", "--json", "--base-url", deployment.url).stdout) == {"sessions": []}
 
 
+@pytest.mark.parametrize("verb", ["show", "extend", "release", "end"])
+def test_an_id_that_begins_with_a_dash(deployment, invoke, verb):
+    """The SDK makes such ids; they are no options."""
+    with deployment.server.client() as client:
+        client.session("-a1").send("hi")
+    result = invoke("session", verb, "-a1", "--json", "--base-url", deployment.url)
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["session"] == "-a1"
+
+
 def test_an_id_that_looks_like_markup_is_printed_as_it_is(deployment, invoke):
     """An id is data: it must not colour the table."""
     with deployment.server.client() as client:

@@ -98,7 +98,14 @@ def make_table(pool: FakePool, *, max_request_blocks: int = 8, order=least_remai
 
 
 def make_home(
-    pool: FakePool, *, max_request_blocks: int = 8, make_address=None, block_bytes: int = 0, **changes
+    pool: FakePool,
+    *,
+    max_request_blocks: int = 8,
+    make_address=None,
+    block_bytes: int = 0,
+    rates=None,
+    count_running=lambda: 0,
+    **changes,
 ) -> Home:
     """Return a home over `pool` whose nonces are n0, n1 and so on."""
     return Home(
@@ -111,6 +118,8 @@ def make_home(
         make_address=make_address or address_until,
         new_nonce=map("n{}".format, itertools.count()).__next__,
         block_bytes=block_bytes,
+        rates=rates,
+        count_running=count_running,
     )
 
 

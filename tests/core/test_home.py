@@ -31,8 +31,8 @@ def begin(home, *, turn, ids, now_s=0.0, key=KEY, **changes):
 def run_request(home, pool, nonce, ids, *, now_s=0.0):
     """Let the scheduler run a request under a nonce to its end."""
     block_ids = pool.take(-(-len(ids) // BLOCK_SIZE))
-    assert home.is_open(nonce)
-    is_pinned = home.finish(nonce, block_ids, len(ids) - 1, ids, now_s=now_s)
+    assert home.leases.is_open(nonce)
+    is_pinned = home.leases.finish(nonce, block_ids, len(ids) - 1, ids, now_s=now_s)
     pool.give_back(block_ids)
     return is_pinned
 
@@ -132,7 +132,7 @@ def test_a_conflict_begins_nothing():
     assert (error_code(result), result["error"]["retry_after_s"]) == ("turn_conflict", 0.2)
     assert error_code(home.handle("load", {**KEY, "turn": 2}, now_s=0)) == "turn_conflict"
     assert home.handle("get", KEY, now_s=0) == before
-    assert home.is_open(nonce)
+    assert home.leases.is_open(nonce)
 
 
 def test_a_begin_that_fails_half_way_is_undone():
@@ -158,11 +158,11 @@ def test_a_turn_whose_conductor_died_is_taken_over():
     old = begin(home, turn=1, ids=some_ids(8), now_s=0)["nonce"]
     assert error_code(begin(home, turn=1, ids=some_ids(8), now_s=9)) == "turn_conflict"
     new = begin(home, turn=1, ids=some_ids(8), now_s=10)["nonce"]
-    assert (home.is_open(old), home.is_open(new)) == (False, True)
-    assert not home.finish(old, [1, 2], 8, some_ids(8), now_s=11)
+    assert (home.leases.is_open(old), home.leases.is_open(new)) == (False, True)
+    assert not home.leases.finish(old, [1, 2], 8, some_ids(8), now_s=11)
     assert error_code(settle(home, old, some_ids(8), now_s=11)) == "turn_conflict"
     assert home.handle("abandon", {"nonce": old, "return_ticket": True}, now_s=11) == {"was_open": False}
-    assert home.is_open(new)
+    assert home.leases.is_open(new)
 
 
 def test_an_abandoned_turn_is_not_appended():
@@ -308,7 +308,7 @@ def test_an_ended_session_takes_its_running_turn_along():
     home.handle("open", KEY, now_s=0)
     nonce = begin(home, turn=1, ids=some_ids(8))["nonce"]
     home.handle("end", KEY, now_s=0)
-    assert not home.is_open(nonce)
+    assert not home.leases.is_open(nonce)
     assert error_code(settle(home, nonce, some_ids(8))) == "turn_conflict"
     assert pool.num_free_blocks() == 64
 
@@ -396,11 +396,11 @@ def test_the_scheduler_sweeps_revokes_and_releases():
     pool = FakePool()
     home = make_home(pool)
     run_turn(home, pool, turn=1, ids=some_ids(18))
-    assert home.num_reclaimable(now_s=0) == 5
-    assert home.num_reclaimable(now_s=0, limit=3) == 3
-    assert home.revoke(2, now_s=0) == 2
+    assert home.leases.num_reclaimable(now_s=0) == 5
+    assert home.leases.num_reclaimable(now_s=0, limit=3) == 3
+    assert home.leases.revoke(2, now_s=0) == 2
     assert home.handle("metrics", {}, now_s=0)["metrics"]["bidikv_revoked_blocks_total"] == [([], 2)]
-    assert home.release_all("reset", now_s=0)
+    assert home.leases.release_all("reset", now_s=0)
     assert home.handle("get", KEY, now_s=0)["info"]["lease"]["reason"] == "reset"
     run_turn(home, pool, turn=2, ids=some_ids(18))
     assert home.sweep(now_s=60) == 1

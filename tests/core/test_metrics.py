@@ -25,7 +25,7 @@ def run_turn(home, pool, *, turn, ids, now_s):
     arg = {"turn": turn, "prompt_ids": packed(ids), "fingerprint": "m", "route": "fetch", "prefill_urls": ["http://p"]}
     begun = home.handle("begin", KEY | arg, now_s=now_s)
     block_ids = pool.take(-(-len(ids) // 4))
-    home.finish(begun["nonce"], block_ids, len(ids), ids, now_s=now_s)
+    home.leases.finish(begun["nonce"], block_ids, len(ids), ids, now_s=now_s)
     pool.give_back(block_ids)
     return begun
 
@@ -98,7 +98,7 @@ def test_a_clipped_pin_counts_with_what_is_left():
     home = make_home(pool)
     home.handle("open", KEY, now_s=0)
     begun = run_turn(home, pool, turn=1, ids=some_ids(16), now_s=0)
-    home.revoke(1, now_s=0)
+    home.leases.revoke(1, now_s=0)
     assert values(home, now_s=0)["bidikv_blocks", "provisional"] == 3
     home.handle("abandon", {"nonce": begun["nonce"], "return_ticket": True}, now_s=0)
     assert values(home, now_s=0)["bidikv_blocks", "provisional"] == 0
@@ -120,7 +120,7 @@ def test_an_unforeseen_reason_has_a_series_of_its_own():
     counts = Counts()
     counts.add(metrics.REVOCATIONS, "home_draining")
     series = counts.snapshot()["bidikv_lease_revocations_total"]
-    assert series == [(["home_draining"], 1), (["lease_revoked"], 0), (["reset"], 0)]
+    assert series == [(["home_draining"], 1), (["lease_revoked"], 0), (["model_changed"], 0), (["reset"], 0)]
 
 
 def test_block_seconds_are_exact():

@@ -136,7 +136,7 @@ def run_home_turn(home, pool, name, turn, *, now_s, ended_by, seed=0, ttl_s=60):
     arg = {"turn": turn, "prompt_ids": packed(ids), "fingerprint": "m", "route": "local"}
     nonce = home.handle("begin", key | arg, now_s=now_s)["nonce"]
     block_ids = pool.take(4)
-    home.finish(nonce, block_ids, 16, ids, now_s=now_s)
+    home.leases.finish(nonce, block_ids, 16, ids, now_s=now_s)
     pool.give_back(block_ids)
     end = {"nonce": nonce, "num_tokens_kept": 16, "token_ids": packed(ids), "chunk": b"", "reply": b""}
     home.handle("settle", end | {"ttl_s": ttl_s, "ended_by": ended_by}, now_s=now_s)
@@ -155,7 +155,7 @@ def test_a_setting_chooses_the_policy(revocation, loser):
     home = make_home(pool, revocation=revocation)
     run_home_turn(home, pool, "tool", 1, now_s=0, ended_by="tool:bash", ttl_s=50)
     run_home_turn(home, pool, "human", 1, now_s=0, ended_by=None, seed=1)
-    assert home.revoke(2, now_s=1) == 2
+    assert home.leases.revoke(2, now_s=1) == 2
     for name in ("tool", "human"):
         assert num_leased(home, name, now_s=1) == (2 if name == loser else 4)
 
@@ -170,7 +170,7 @@ def test_the_home_learns_from_the_gaps_between_turns():
         run_home_turn(home, pool, "fast", turn + 1, now_s=4990 + turn, ended_by="tool:ls", seed=1)
     run_home_turn(home, pool, "new, in build", 1, now_s=5000, ended_by="tool:build", seed=2)
     run_home_turn(home, pool, "new, in ls", 1, now_s=5000, ended_by="tool:ls", seed=3)
-    assert home.revoke(4, now_s=5000.1) == 4
+    assert home.leases.revoke(4, now_s=5000.1) == 4
     assert num_leased(home, "new, in build", now_s=5000.1) == 0
     assert num_leased(home, "new, in ls", now_s=5000.1) == 4
 

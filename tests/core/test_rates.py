@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server_ext.core.rates import ConstantRates
+from server_ext.core.rates import ConstantRates, LearnedRates, MarginalRates, Rates
 
 RATES = ConstantRates(prefill_tokens_per_s=100, attention_tokens=1000, fetch_bytes_per_s=1e6, fetch_fixed_s=0.5)
 
@@ -25,3 +25,110 @@ def test_a_fetch_has_a_fixed_cost():
     """Reading costs a fixed time, and its bytes."""
     assert RATES.fetch_s(0) == 0.5
     assert RATES.fetch_s(2_000_000) == 2.5
+
+
+# ---------------------------------------------------------------- learned rates
+
+
+def learned():
+    """Return rates of a slow machine, from ten turns of each kind."""
+    rates = LearnedRates(ConstantRates(attention_tokens=6000))
+    for i in range(10):
+        num_tokens = 100 + 300 * (i % 3)
+        rates.observe_prefill(0.05 + 0.002 * num_tokens, num_tokens, num_cached=1000)
+        rates.observe_append(0.1 + 0.004 * num_tokens, num_tokens, num_cached=1000)
+        rates.observe_fetch(0.03 + num_tokens * 1e-5, num_tokens * 1000, pair="p")
+        rates.observe_handover(0.06 + num_tokens * 1e-5, num_tokens * 1000, pair="p")
+    return rates
+
+
+def test_each_cost_is_learned_for_itself():
+    """Prefilling, appending, fetching and handing over have rates of their own."""
+    rates = learned()
+    assert rates.prefill_s(400, num_cached=1000) == pytest.approx(0.85, rel=0.1)
+    assert rates.append_s(400, num_cached=1000) == pytest.approx(1.7, rel=0.1)
+    assert rates.fetch_s(400_000, pair="p") == pytest.approx(0.034, rel=0.1)
+    assert rates.handover_s(400_000, pair="p") == pytest.approx(0.064, rel=0.1)
+
+
+def test_a_prefill_gets_dearer_behind_more_tokens():
+    """The learned rate keeps its quadratic term."""
+    rates = learned()
+    assert rates.prefill_s(400, num_cached=6000) > rates.prefill_s(400, num_cached=1000)
+
+
+def test_a_pairs_first_transfers_stand_apart():
+    """The handshake is paid once; it is not what the next transfer is expected to cost."""
+    rates = LearnedRates()
+    before = rates.fetch_s(10**6, pair="p"), rates.handover_s(10**6, pair="p")
+    rates.observe_fetch(6.0, 10**6, pair="p")
+    rates.observe_handover(7.0, 10**6, pair="p")
+    assert (rates.fetch_s(10**6, pair="p"), rates.handover_s(10**6, pair="p")) == before
+    rates.observe_fetch(0.1, 10**6, pair="p")
+    assert rates.fetch_s(10**6, pair="p") == pytest.approx(0.1)
+
+
+def test_pairs_are_learned_apart():
+    """A slow link to one P says nothing of another."""
+    rates = LearnedRates()
+    for _ in range(3):
+        rates.observe_fetch(5.0, 10**6, pair="far")
+    assert rates.fetch_s(10**6, pair="near") < 0.1
+
+
+def test_a_link_is_known_from_either_direction():
+    """What was handed over tells what a fetch will take, and the other way round."""
+    handed, fetched = LearnedRates(), LearnedRates()
+    for _ in range(3):
+        handed.observe_handover(5.0, 10**8, pair="p")
+        fetched.observe_fetch(5.0, 10**8, pair="p")
+    assert handed.fetch_s(10**8, pair="p") > 2
+    assert fetched.handover_s(10**8, pair="p") == pytest.approx(5.0 + fetched.decode_step_s)
+
+
+def test_appending_is_known_from_prefilling():
+    """Before D has appended anything, it is taken to compute as P does: the model is the same."""
+    rates = LearnedRates()
+    rates.observe_prefill(2.0, 1000)
+    assert rates.append_s(100, num_cached=900) == rates.prefill_s(100, num_cached=900)
+
+
+def test_one_append_tells_a_speed_and_prefills_the_shape():
+    """After one long append the cost of a short one follows what prefills of both lengths have shown."""
+    rates = LearnedRates(ConstantRates(attention_tokens=6000))
+    rates.observe_append(4.1, 2000)
+    for _ in range(10):
+        rates.observe_prefill(2.05, 2000)
+        rates.observe_prefill(0.06, 10, num_cached=2000)
+    assert rates.append_s(10, num_cached=2000) == pytest.approx(0.12, rel=0.3)
+
+
+def test_steps_show_what_a_prompt_on_d_costs_its_streams():
+    """The extra time of steps with prompt tokens in them is what each stream waits, per token."""
+    rates = LearnedRates()
+    for _ in range(5):
+        rates.observe_step(0.02, num_decodes=3, num_prompt_tokens=0)
+        rates.observe_step(0.12, num_decodes=3, num_prompt_tokens=200)
+        rates.observe_step(9.0, num_decodes=0, num_prompt_tokens=200)
+    assert rates.decode_step_s == pytest.approx(0.02)
+    assert rates.stall_s(400) == pytest.approx(0.2)
+
+
+def test_hoped_rates_are_those_of_better_days():
+    """A link that became slow may be repaired: the view hopes for the prior's, and learning goes on beside it."""
+    rates = learned()
+    for _ in range(5):
+        rates.observe_fetch(9.0, 400_000, pair="p")
+    assert rates.fetch_s(400_000, pair="p") > 5
+    assert rates.hoped().fetch_s(400_000, pair="p") < 0.1
+    assert rates.hoped().prefill_s(400) <= rates.prefill_s(400)
+    assert rates.fetch_s(400_000, pair="p") > 5
+
+
+def test_leases_are_ranked_by_what_their_blocks_add():
+    """A lease's blocks spare computing, not the fixed time of the prefill that runs in any case."""
+    rates = learned()
+    marginal: Rates = MarginalRates(rates)
+    assert marginal.prefill_s(0) == marginal.fetch_s(0) == 0
+    assert marginal.prefill_s(400, num_cached=1000) == rates.prefill_s(400, num_cached=1000) - rates.prefill_s(0)
+    assert marginal.fetch_s(1000) == rates.fetch_s(1000) - rates.fetch_s(0)

@@ -71,7 +71,7 @@ def test_opening_with_another_number_of_turns_is_a_conflict():
 
 @pytest.mark.parametrize("turn", [1, 3])
 def test_replace_swaps_the_transcript(turn):
-    """With `replace` the history is the given one, and nothing derived from the old one is left."""
+    """With `replace` the history is the given one; the old one is kept, without ids, until the next turn is done."""
     sessions, dropped = make_sessions()
     open_session(sessions, chunk=b"x" * 1000)
     run_turn(sessions, turn=1, idempotency_key="k")
@@ -79,8 +79,19 @@ def test_replace_swaps_the_transcript(turn):
     assert (session.turn, session.transcript, session.last_reply) == (turn, [b"short"], None)
     assert len(session.token_ids) == 0
     assert not session.is_reopened
-    assert sessions.num_bytes == EMPTY_BYTES + 5
+    assert session.replaced == [b"x" * 1000, b"c"]
+    assert sessions.num_bytes == EMPTY_BYTES + 5 + 1001
+    assert open_session(sessions, chunk=b"other", turn=turn, replace=True).replaced == session.replaced
+    assert run_turn(sessions, turn=turn + 1).replaced == []
+    assert sessions.num_bytes == EMPTY_BYTES + 5 + 1 + 12
     assert (len(sessions), dropped) == (1, [])
+
+
+def test_a_replaced_history_that_nothing_was_computed_from_is_not_kept():
+    """Without a completed turn there is nothing that the next one could be compared with."""
+    sessions, _ = make_sessions()
+    open_session(sessions, chunk=b"x", turn=1)
+    assert open_session(sessions, chunk=b"y", turn=1, replace=True).replaced == []
 
 
 def test_a_reopened_session_that_is_replaced_is_still_reopened():

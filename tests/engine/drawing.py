@@ -6,7 +6,7 @@ how its answer ends, and what becomes of the lease after it, which the next case
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -115,10 +115,15 @@ class PrefixCache:
 
 @dataclass
 class Held:
-    """What D's lease holds, and why it is not all of the history; None where it is."""
+    """What D's lease holds.
+
+    - `reason`: why it is not all of the history; None where it is.
+    - `lost`: what a lease that is gone has left in D's prefix cache at most.
+    """
 
     token_ids: list[int]
     reason: str | None = None
+    lost: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -168,10 +173,8 @@ def expected_reason(case: Case, expected: Expected, held: Held, num_matched: int
     """
     if case.route != "fetch":
         return "forced"
-    if held.reason is not None:
-        return held.reason
-    if 0 < num_matched < MIN_FETCH_TOKENS:
-        return "below_threshold"
     if expected.diverged_at is not None:
         return f"{first_change or 'messages'}_changed"
-    return "forced"
+    if held.reason is not None:
+        return held.reason
+    return "below_threshold" if 0 < num_matched < MIN_FETCH_TOKENS else "forced"

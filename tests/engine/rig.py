@@ -13,7 +13,7 @@ import signal
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -49,11 +49,35 @@ class Plan:
     gated: bool = False
     max_model_len: int = MAX_MODEL_LEN
     pool_blocks: int = POOL_BLOCKS
+    prefill_pool_blocks: int | None = None
     prefill_step_tokens: int = PREFILL_STEP_TOKENS
     braked: bool = False
     copied: bool = False
     block_size: int = BLOCK_SIZE
     fresh_prefill_salt: bool = True
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def kv_cache_bytes(self, num_blocks: int) -> int:
+        """Return the memory of so many blocks, and of vLLM's null block."""
+        return (num_blocks + 1) * BLOCK_BYTES * self.block_size // BLOCK_SIZE
+
+    def prefill_args(self) -> tuple[str, ...]:
+        """Return vLLM's arguments that P alone gets."""
+        args: tuple[str, ...] = ("--long-prefill-token-threshold", str(self.prefill_step_tokens))
+        if self.braked:
+            # The threshold counts only beside other requests; this is for a prompt that is alone as well.
+            args += ("--max-num-batched-tokens", "32", "--max-num-seqs", "8")
+        if self.prefill_pool_blocks is not None:
+            args += ("--kv-cache-memory-bytes", str(self.kv_cache_bytes(self.prefill_pool_blocks)))
+        return args
+
+    def connector(self) -> dict[str, str]:
+        """Return which connector stands in the place of bidikv's own, if any."""
+        if self.braked:
+            return {"kv_connector": "BrakedConnector", "kv_connector_module_path": "tests.engine.braked"}
+        if self.copied:
+            return {"kv_connector": "CopyingConnector", "kv_connector_module_path": "tests.engine.copying"}
+        return {}
 
 
 class Stacks:
@@ -92,6 +116,7 @@ class Rig:
         self.secret = secret
         self.api_keys = plan.api_keys
         self.pool_blocks = plan.pool_blocks
+        self.prefill_pool_blocks = plan.prefill_pool_blocks or plan.pool_blocks
         self.max_model_len = plan.max_model_len
         self.gate_port = gate_port
         self.brakes = brakes
@@ -118,18 +143,14 @@ class Rig:
             # Nobody listens at the gate unless a test does; then D goes on to P itself.
             urls = [f"http://127.0.0.1:{port}" for port in (gate_port, prefill.http)]
             settings["prefill_urls"] = urls
-        extra_args = {"prefill": ("--long-prefill-token-threshold", str(plan.prefill_step_tokens)), "decode": ()}
-        if plan.braked:
-            # The threshold counts only beside other requests; this is for a prompt that is alone as well.
-            extra_args["prefill"] += ("--max-num-batched-tokens", "32", "--max-num-seqs", "8")
+        extra_args: dict[Role, tuple[str, ...]] = {"prefill": plan.prefill_args(), "decode": ()}
         config = StackConfig(
             model=str(ensure_tiny()),
             served_name=TINY,
             prefill=prefill,
             decode=decode,
             secret_file=secret_file,
-            # One more block is vLLM's null block.
-            kv_cache_bytes=(plan.pool_blocks + 1) * BLOCK_BYTES * plan.block_size // BLOCK_SIZE,
+            kv_cache_bytes=plan.kv_cache_bytes(plan.pool_blocks),
             block_size=plan.block_size,
             max_model_len=plan.max_model_len,
             tool_call_parser="hermes",
@@ -140,16 +161,14 @@ class Rig:
                 "VLLM_SERVER_DEV_MODE": "1",
                 "BIDIKV_BRAKES": str(brakes.path),
                 "BIDIKV_COPIES": str(copies.path),
+                **plan.env,
             },
         )
         for role in ROLES:
             transfer = kv_transfer_config(config, role)
             # What D never comes for: P keeps it for half a minute by default.
             transfer["kv_connector_extra_config"]["kv_lease_duration"] = PREFILL_LEASE_S
-            if plan.braked:
-                transfer |= {"kv_connector": "BrakedConnector", "kv_connector_module_path": "tests.engine.braked"}
-            if plan.copied:
-                transfer |= {"kv_connector": "CopyingConnector", "kv_connector_module_path": "tests.engine.copying"}
+            transfer |= plan.connector()
             extra_args[role] += ("--kv-transfer-config", json.dumps(transfer))
         config = replace(config, extra_args=extra_args)
         stack = Stack(config, folder)

@@ -31,10 +31,7 @@ TOLERANCE = 1e-3
 LONGEST_PROMPT = 900
 ANSWER = "<|im_start|>assistant\n"
 CLOSING = "<|im_end|>\n"
-DEFAULT_SYSTEM = {
-    "role": "system",
-    "content": "You are a helpful AI assistant named SmolLM, trained by Hugging Face",
-}
+DEFAULT_SYSTEM = {"role": "system", "content": "You are a helpful AI assistant named SmolLM, trained by Hugging Face"}
 STOPS = ("a", "e", "i", "1", " ")
 
 
@@ -77,7 +74,7 @@ class Asked:
     - `messages`: the whole history with it.
     - `body`: what is sent.
     - `predicted_ids`: its ids; exactly those where `exact`.
-    - `changed`: the role of the first message that the caller changed, as a chat completion tells.
+    - `changed`: whether the first message that the caller changed is the system's or another one; None for neither.
     """
 
     path: str
@@ -195,7 +192,7 @@ class Session:
         num_same = num_common(self.messages, messages[:num_old])
         pasts = [past for past in self.pasts if past.num_messages <= num_same]
         changed = None
-        if path.endswith("completions") and len(pasts) < len(self.pasts):
+        if num_same < len(self.messages):
             both = self.messages[num_same : num_same + 1] + messages[num_same : num_same + 1]
             changed = "system" if any(message["role"] == "system" for message in both) else "messages"
         if not pasts:
@@ -270,6 +267,7 @@ class Session:
         parent, self.talk = self.talk, self.talk.fork()
         parent.post("end").raise_for_status()
         assert self.talk.lease()["num_tokens"] == len(self.held.token_ids)
+        self.held.lost = []
 
     def _treat_lease(self, case: Case) -> None:
         if case.then == "released":
@@ -277,7 +275,7 @@ class Session:
             self.held = Held([], "released")
         elif case.then == "expired":
             eventually(lambda: self.talk.lease()["state"] != "active", "the lease's end")
-            self.held = Held([], "lease_expired")
+            self.held = Held([], "lease_expired", lost=self._whole_blocks())
         elif case.then == "revoked" and self.held.token_ids:
             self._revoke()
 
@@ -296,10 +294,15 @@ class Session:
         for request in asked:
             request.result().raise_for_status()
         lease = self.talk.lease()
-        assert lease["num_tokens"] <= len(self.held.token_ids)
-        if lease["num_tokens"] < len(self.held.token_ids):
-            assert lease["num_tokens"] == lease["num_blocks"] * self.block_size
-            self.held = Held(self.held.token_ids[: lease["num_tokens"]], "lease_revoked")
+        num_left = lease["num_tokens"]
+        assert num_left <= len(self.held.token_ids)
+        if num_left < len(self.held.token_ids):
+            assert num_left == lease["num_blocks"] * self.block_size
+            lost = [] if num_left else self._whole_blocks()
+            self.held = Held(self.held.token_ids[:num_left], "lease_revoked", lost)
+
+    def _whole_blocks(self) -> list[int]:
+        return self.held.token_ids[: self.on_decode.whole(len(self.held.token_ids))]
 
     # ---------------------------------------------------------------- what must hold
 
@@ -334,18 +337,29 @@ class Session:
     def _verify_report(self, case: Case, asked: Asked, said: Said) -> None:
         """Compare the report with the model of both caches."""
         cache, prompt_ids = said.cache, said.prompt_ids
+        held = self._held_at_begin(case, cache["held_tokens"])
         num_local = self.on_prefill.num_hit(prompt_ids)
         if case.route == "local":
             # What no lease holds may be gone from D's prefix cache, or still be there.
             assert cache["reused_tokens"] % self.block_size == 0
             assert cache["reused_tokens"] <= self.on_decode.num_hit(prompt_ids)
             num_local = cache["reused_tokens"]
-        right = expected(case, prompt_ids, self.held, num_local)
+        right = expected(case, prompt_ids, held, num_local)
         assert {name: cache[name] for name in vars(right)} == vars(right)
-        num_matched = num_common(self.held.token_ids, prompt_ids)
+        num_matched = num_common(held.token_ids, prompt_ids)
         if len(prompt_ids) > num_matched:
             assert cache["computed_tokens"] >= 1
-        assert cache["reason"] == expected_reason(case, right, self.held, num_matched, first_change=asked.changed)
+        assert cache["reason"] == expected_reason(case, right, held, num_matched, first_change=asked.changed)
+
+    def _held_at_begin(self, case: Case, num_told: int) -> Held:
+        """Return what D held when the turn had begun, with what it took up again of a lease that was gone."""
+        if case.route != "fetch" or not self.held.lost:
+            return self.held
+        # Nothing has run on D since a lease expired; requests that took blocks from one may have used any of them.
+        num_left = num_told if self.held.reason == "lease_revoked" else len(self.held.lost)
+        assert num_left % self.block_size == 0
+        assert num_left <= len(self.held.lost)
+        return Held(self.held.lost[:num_left], self.held.reason)
 
     def _note(self, case: Case, asked: Asked, said: Said) -> None:
         """Take over what the turn has left: its messages, its ids, and what both engines hold now."""

@@ -4,8 +4,10 @@ D waits for P no longer than its `prefill_timeout_s`, and says `prefill_unavaila
 P answered within it. That both engines end with no block in use is checked behind every test of this suite.
 """
 
+import base64
 import secrets
 import threading
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -181,7 +183,9 @@ def test_a_prefill_node_that_gives_nonsense(rig: Rig) -> None:
     talk.right_turn(words(200))
 
     def cut(gate: Gate, call: Call) -> Any:
-        return gate.pass_on({**call, "token_ids": call["token_ids"][:40], "kv_transfer_params": {}})
+        return gate.pass_on(
+            {**call, "token_ids": base64.b64encode(array("i", range(40)).tobytes()).decode(), "kv_transfer_params": {}}
+        )
 
     with Gate(rig, cut):
         said = talk.right_turn("And now?")

@@ -7,8 +7,9 @@ a pool that counts references.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -33,12 +34,14 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 from bidikv_sdk.prefix import num_blocks
 from server_ext.core.home import Home
+from server_ext.core.rates import LearnedRates
 from server_ext.core.settings import HomeSettings
 from server_ext.core.tickets import TICKET_ID_PREFIX, verify
 from server_ext.engine.settings import EngineSettings
 from server_ext.http import messages_route
 from server_ext.http.conductor import Conductor
 from server_ext.http.plugin import BidiKVPlugin
+from server_ext.http.prefill_route import unpack_ids
 from tests.core.fakes import FakePool
 
 if TYPE_CHECKING:
@@ -91,7 +94,7 @@ class FakePrefillNode:
     @staticmethod
     def rightly(body: dict[str, Any], **changes: Any) -> dict[str, Any]:
         """Return the right answer: what the ticket covers was fetched."""
-        num_tokens = len(body["token_ids"])
+        num_tokens = len(unpack_ids(body["token_ids"]))
         fetched = body["kv_transfer_params"].get("remote_num_tokens", 0)
         report = {"local_tokens": 0, "fetched_tokens": fetched, "fetch_s": 0.01 if fetched else None, "reason": None}
         report |= {"read_age_s": 0.02 if fetched else None, "fingerprint": "model"}
@@ -147,23 +150,29 @@ class FakeEngine:
         self.engine_core = SimpleNamespace(call_utility_async=self._call)
         self.pool = FakePool(200)
         self.now_s = 0.0
-        names = (f"nonce-{i}" for i in range(10**6))
-        self.home = Home(
-            self.pool,
-            make_settings().home,
-            block_size=BLOCK_SIZE,
-            max_request_blocks=MAX_MODEL_LEN // BLOCK_SIZE,
-            incarnation="life",
-            secret=SECRET,
-            make_address=lambda deadline_s: {"remote_blocks_expiry_time": deadline_s, "remote_engine_id": "d"},
-            new_nonce=lambda: next(names),
-        )
+        self.rates = LearnedRates()
+        self.home = self.make_home()
         self.script = Script()
         self.requests: list[tuple[list[int], Any, str | None]] = []
         self.ops: list[tuple[str, dict[str, Any]]] = []
         self.fail_op = self.delay_op = ""
         self.delay = asyncio.Event()
         self.num_delayed = self.num_aborted = 0
+
+    def make_home(self, **changes: Any) -> Home:
+        """Return a home over the engine's pool, with the settings of these tests but for some."""
+        return Home(
+            self.pool,
+            replace(make_settings().home, **changes),
+            block_size=BLOCK_SIZE,
+            max_request_blocks=MAX_MODEL_LEN // BLOCK_SIZE,
+            incarnation="life",
+            secret=SECRET,
+            make_address=lambda deadline_s: {"remote_blocks_expiry_time": deadline_s, "remote_engine_id": "d"},
+            new_nonce=map("nonce-{}".format, itertools.count()).__next__,
+            block_bytes=32_000,
+            rates=self.rates,
+        )
 
     async def _call(self, method: str, op: str, arg: dict[str, Any]) -> dict[str, Any]:
         assert method == "bidikv_control"
@@ -240,13 +249,15 @@ class FakeEngine:
     def _finish(self, nonce: str | None, token_ids: list[int]) -> None:
         """Do what D's scheduler does when a request ends."""
         num_in_cache = len(token_ids) - 1
-        if nonce is not None and self.home.is_open(nonce):
+        if nonce is not None and self.home.leases.is_open(nonce):
             block_ids = self.pool.take(num_blocks(num_in_cache, BLOCK_SIZE))
-            self.home.finish(nonce, block_ids, num_in_cache, token_ids[:num_in_cache], now_s=self.now_s)
+            self.home.leases.finish(nonce, block_ids, num_in_cache, token_ids[:num_in_cache], now_s=self.now_s)
             self.pool.give_back(block_ids)
 
 
-def make_online_renderer(vllm_config: Any, renderer: Any, template: str | None = None) -> OnlineRenderer:
+def make_online_renderer(
+    vllm_config: Any, renderer: Any, template: str | None = None, reasoning_parser: str | None = None
+) -> OnlineRenderer:
     """Return the part of vLLM's chat serving that renders, with a chat template of the test."""
     return OnlineRenderer(
         vllm_config.model_config,
@@ -256,6 +267,7 @@ def make_online_renderer(vllm_config: Any, renderer: Any, template: str | None =
         chat_template_content_format="auto",
         enable_auto_tools=True,
         tool_parser="hermes",
+        reasoning_parser=reasoning_parser,
     )
 
 
@@ -277,9 +289,16 @@ class Stack:
             attach_endpoint_plugins(self.app, ("generate",))
         self.configure()
 
-    def configure(self, *, has_keys: bool = False, **settings: Any) -> None:
-        """Build the conductor anew."""
-        online = make_online_renderer(self._vllm_config, self._renderer)
+    def configure(
+        self,
+        *,
+        has_keys: bool = False,
+        template: str | None = None,
+        reasoning_parser: str | None = None,
+        **settings: Any,
+    ) -> None:
+        """Build vLLM's serving and the conductor anew, with a chat template in place of the model's own."""
+        online = make_online_renderer(self._vllm_config, self._renderer, template, reasoning_parser=reasoning_parser)
         models = OpenAIServingModels(self.engine, [BaseModelPath(MODEL, MODEL)])
         options = {
             "online_renderer": online,
@@ -288,6 +307,7 @@ class Stack:
             "chat_template_content_format": "auto",
             "enable_auto_tools": True,
             "tool_parser": "hermes",
+            "reasoning_parser": reasoning_parser or "",
         }
         serving = OpenAIServingChat(self.engine, models, "assistant", **options)
         for app in (self.app, self.stock):

@@ -76,6 +76,18 @@ def test_a_tool_call_comes_back_as_what_the_model_said(stack):
     stack.run(scenario)
 
 
+def test_options_of_ours_are_heeded(stack):
+    """The transport of stock clients says them here too; where they are wrong, there is no session."""
+
+    async def scenario(client):
+        await client.post(MESSAGES, json=body("Hi", session_id="s", bidikv={"ttl_s": 5}))
+        assert (await info(client))["lease"]["remaining_s"] == 5
+        reply = await client.post(MESSAGES, json=body("Hi", session_id="s", bidikv={"route": "warp"}))
+        assert (reply.status_code, (await info(client))["turn"]) == (200, 1)
+
+    stack.run(scenario)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_session_changes_no_answer(stack, stream):
     """With a session and without one, here and at stock vLLM, the reply is the same but for the cache that it tells."""

@@ -8,7 +8,7 @@ import pytest
 
 from server_ext.core.settings import HomeSettings
 from server_ext.http.prefill_client import PrefillClient, PrefillUnavailable
-from server_ext.http.prefill_route import PREFILL_PATH, prefill_token
+from server_ext.http.prefill_route import PREFILL_PATH, prefill_token, unpack_ids
 
 from .fakes import BLOCK_SIZE, SECRET, FakePrefillNode, make_settings
 
@@ -57,7 +57,9 @@ def test_a_good_answer():
     )
     assert prefilled.params["remote_block_ids"] == [[0, 1, 2, 3]]
     assert prefilled.params.keys() & {"bidikv", "remote_prefill_cached_tokens"} == set()
-    assert p.calls == [{"token_ids": list(range(100)), "kv_transfer_params": TICKET, "cache_salt": "salt"}]
+    (body,) = p.calls
+    assert unpack_ids(body.pop("token_ids")) == list(range(100))
+    assert body == {"kv_transfer_params": TICKET, "cache_salt": "salt"}
     assert str(seen[0].url) == f"http://p1{PREFILL_PATH}"
     assert seen[0].headers["authorization"] == f"Bearer {prefill_token(SECRET)}"
     assert seen[0].headers["x-request-id"] == "r1"

@@ -316,6 +316,20 @@ def test_a_route_may_be_forced(stack, route, asked, ticket, reason):
     stack.run(scenario)
 
 
+def test_a_forced_fetch_without_a_lease_says_why_nothing_was_fetched(stack):
+    """What the caller asked for was not possible, and the reason is the lease's."""
+
+    async def scenario(client):
+        first = info_of(await run_turn(client, 1, bidikv={"route": "fetch"}))
+        assert first.cache.reason == "first_turn"
+        (await client.post("/v1/sessions/s/release", json={"session_id": "s"})).raise_for_status()
+        second = info_of(await run_turn(client, 2, bidikv={"route": "fetch"}))
+        assert (second.cache.outcome, second.cache.reason) == ("recomputed", "released")
+        assert second.cache.held_tokens == 0
+
+    stack.run(scenario)
+
+
 def test_a_stream(stack):
     """The last event before the end has usage, the report and no choices."""
 
@@ -729,7 +743,7 @@ def test_a_body_that_is_none(stack, content, named):
 @pytest.mark.parametrize("is_chunked", [False, True])
 def test_a_body_that_is_too_large(stack, monkeypatch, is_chunked):
     """Also where its length is not told beforehand."""
-    monkeypatch.setattr(routes, "_MAX_BODY_BYTES", 100)
+    monkeypatch.setattr(routes, "MAX_BODY_BYTES", 100)
 
     async def pieces():
         for _ in range(30):
@@ -806,5 +820,38 @@ def test_vllms_own_refusals_keep_their_words(stack):
         assert error.code == "context_length_exceeded"
         assert (await state_of(client)).turn == 0
         assert stack.num_pinned == 0
+
+    stack.run(scenario)
+
+
+# ---------------------------------------------------------------- pages
+
+
+def test_the_list_comes_in_pages(stack):
+    """By ids, each session once, and the last page says that it is the last."""
+
+    async def scenario(client):
+        for name in ("c", "a", "e", "b", "d"):
+            await client.post("/v1/sessions", json={"session_id": name})
+        whole = (await client.get("/v1/sessions")).json()
+        assert (len(whole["data"]), whole["has_more"]) == (5, False)
+        pages, after = [], {}
+        while True:
+            page = (await client.get("/v1/sessions", params={"limit": 2, **after})).json()
+            pages.append([info["session"] for info in page["data"]])
+            if not page["has_more"]:
+                return pages
+            after = {"after": pages[-1][-1]}
+
+    assert stack.run(scenario) == [["a", "b"], ["c", "d"], ["e"]]
+
+
+@pytest.mark.parametrize("limit", ["0", "1001", "-1", "x", "", "²", "9" * 40])
+def test_a_page_has_a_size(stack, limit):
+    """A number that cannot be one is refused by name."""
+
+    async def scenario(client):
+        reply = await client.get("/v1/sessions", params={"limit": limit})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "limit")
 
     stack.run(scenario)

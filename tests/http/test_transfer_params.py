@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from server_ext.http import transfer_params
 from server_ext.http.prefill_route import PREFILL_PATH
 from server_ext.http.transfer_params import RefuseTransferParams
 
-from .fakes import Caller
+from .fakes import Caller, until
 
 NAME = "kv_transfer_params"
 
@@ -118,6 +119,26 @@ def test_a_client_that_leaves_within_its_body():
         return [message["type"] for message in route.received]
 
     assert asyncio.run(main()) == ["http.request", "http.disconnect", "http.disconnect"]
+
+
+def test_a_body_without_end_is_not_kept(monkeypatch):
+    """Behind the limit of a session's body its pieces pass as they come, unseen."""
+    monkeypatch.setattr(transfer_params, "MAX_BODY_BYTES", 10)
+
+    async def main():
+        route = Echo()
+        pieces = [b"x" * 6, b"y" * 6, b"z", REFUSED["at the top"]]
+        caller = Caller(RefuseTransferParams(route), "POST", "/", pieces)
+        caller.drop_last_piece()
+        call = caller.start()
+        await asyncio.wait_for(until(lambda: len(route.received) == 3), 5)
+        assert not call.done()
+        caller.leave()
+        caller.leave()
+        await call
+        return [message.get("body") for message in route.received]
+
+    assert asyncio.run(main()) == [b"x" * 6, b"y" * 6, b"z", None, None]
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/v1/models"), ("PUT", "/x"), ("POST", PREFILL_PATH)])

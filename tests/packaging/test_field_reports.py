@@ -3,6 +3,7 @@
 import ast
 import re
 from pathlib import Path
+from runpy import run_path
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "field-reports.md").read_text("utf-8")
@@ -20,6 +21,16 @@ def test_every_test_that_is_named_exists():
     named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", TEXT)
     assert len(named) > 50
     assert [f"{path}::{name}" for path, name in named if name not in functions_of(path)] == []
+
+
+def test_every_test_without_engines_is_seen_to_fail():
+    """What needs no engine has a guard that `make mutants` takes out; a guard stands once, and its tests are there."""
+    mutants = run_path(str(ROOT / "tests" / "mutants.py"))["MUTANTS"]
+    seen = {tuple(test.split("::")) for mutant in mutants for test in mutant.tests}
+    named = set(re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", TEXT))
+    assert {(path, test) for path, test in named - seen if "/engine/" not in path} == set()
+    assert {(path, test) for path, test in seen if test not in functions_of(path)} == set()
+    assert [m.guard for m in mutants if (ROOT / m.file).read_text("utf-8").count(m.guard) != 1] == []
 
 
 def test_every_report_has_a_guard():

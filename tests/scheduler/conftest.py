@@ -24,8 +24,8 @@ def make_harness(model, tmp_path, monkeypatch):
     """Return a function that builds a scheduler for a role."""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
 
-    def make(role: str, *, num_blocks: int, is_async: bool = False, **settings) -> Harness:
+    def make(role: str, *, num_blocks: int, is_async: bool = False, num_spec_tokens: int = 0, **settings) -> Harness:
         config = engine_config(model, tmp_path / "secret", role, **settings)
-        return Harness(config, num_blocks=num_blocks, is_async=is_async)
+        return Harness(config, num_blocks=num_blocks, is_async=is_async, num_spec_tokens=num_spec_tokens)
 
     return make

@@ -1,7 +1,7 @@
 """vLLM's own schedulers with our connector in them, driven step by step: no engine, no worker, no transfer.
 
-What a CPU engine cannot show (async scheduling, steps in flight) is shown here on the same classes that an engine
-runs. The model's outputs are given by the test.
+What a CPU engine cannot show (async scheduling, steps in flight, deferred frees, speculative decoding) is shown here on
+the same classes that an engine runs. The model's outputs are given by the test.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 BLOCK_SIZE = 32
 SECRET = b"a secret of the tests, long enough"
 STOP_ID = 7
+# More than any test's request needs: one that has not finished by then waits for ever.
+_MAX_STEPS = 100
 
 
 def engine_config(model: Path, secret_file: Path, role: str, **settings: Any) -> VllmConfig:
@@ -61,15 +63,20 @@ def engine_config(model: Path, secret_file: Path, role: str, **settings: Any) ->
 class Harness:
     """One scheduler, its requests, and the steps that it has scheduled but not yet been answered."""
 
-    def __init__(self, config: VllmConfig, *, num_blocks: int, is_async: bool = False) -> None:
+    def __init__(
+        self, config: VllmConfig, *, num_blocks: int, is_async: bool = False, num_spec_tokens: int = 0
+    ) -> None:
         spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
         config.cache_config.num_gpu_blocks = num_blocks + 1  # one is vLLM's null block
+        config.scheduler_config.async_scheduling = is_async  # vLLM's own choice on a GPU, and never on a CPU
         self.scheduler = (AsyncScheduler if is_async else Scheduler)(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(num_blocks + 1, [], [KVCacheGroupSpec(["layer"], spec)]),
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK_SIZE,
         )
+        # Start-up refuses a speculative configuration; the scheduler's arithmetic needs no more of it than these.
+        self.scheduler.num_spec_tokens = self.scheduler.num_lookahead_tokens = num_spec_tokens
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
         self.pool = self.scheduler.kv_cache_manager.block_pool
@@ -111,30 +118,42 @@ class Harness:
         """Schedule one step, without an answer yet."""
         return self.scheduler.schedule()
 
-    def answer(self, step: Any, token_id: int = 1, **transfer: Any) -> list[Any]:
+    def answer(
+        self, step: Any, token_id: int = 1, *, sampled: dict[str, list[int]] | None = None, **transfer: Any
+    ) -> list[Any]:
         """Answer a step: `token_id` for each request that samples; `transfer` is of KVConnectorOutput.
+
+        `sampled` names requests that sample something else, such as accepted drafts and one token more.
 
         Returns what goes to the API server for each request that has something.
         """
         req_ids = list(step.num_scheduled_tokens)
-        sampled = []
+        tokens = []
         for req_id in req_ids:
             request = self.scheduler.requests.get(req_id)
             samples = request is not None and request.num_computed_tokens >= request.num_prompt_tokens
-            sampled.append([token_id] if samples else [])
+            tokens.append((sampled or {}).get(req_id, [token_id] if samples else []))
         output = ModelRunnerOutput(
             req_ids=req_ids,
             req_id_to_index={req_id: i for i, req_id in enumerate(req_ids)},
-            sampled_token_ids=sampled,
+            sampled_token_ids=tokens,
             kv_connector_output=KVConnectorOutput(**transfer) if transfer else None,
         )
         outputs = self.scheduler.update_from_output(step, output)
         return [told for client in outputs.values() for told in client.outputs]
 
+    def draft(self, request: Request, token_ids: list[int]) -> None:
+        """Propose draft tokens for a request's next step, as a drafter does behind each step."""
+        self.scheduler.update_draft_token_ids(DraftTokenIds([request.request_id], [token_ids]))
+
     def run(self, request: Request, token_id: int = 1) -> None:
         """Run steps until a request has finished."""
-        while not request.is_finished():
+        for _ in range(_MAX_STEPS):
+            if request.is_finished():
+                return
             self.answer(self.step(), token_id)
+        msg = f"request {request.request_id} waits for something that never comes ({request.status})"
+        raise AssertionError(msg)
 
     def lease(self, prompt_ids: list[int], session_id: str, *, max_tokens: int = 2) -> dict[str, Any]:
         """Run one turn of a new session to its end; return its `bidikv` object."""

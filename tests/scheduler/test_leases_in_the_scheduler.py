@@ -112,11 +112,14 @@ def test_parameters_that_nobody_signed_are_ignored(make_harness):
 
 
 def test_a_session_id_of_a_client_reaches_no_lease(make_harness):
-    """Only a turn's nonce is known to the home; the session's public id is not."""
+    """Only a turn's nonce is known to the home; the session's public id is not, also while a turn is open."""
     d = make_harness("decode", num_blocks=20)
     before = d.lease(ids(40), "s")
-    d.run(d.add("r", ids(40), session_id="s", max_tokens=2))
-    assert d.control("get", session_id="s")["info"]["lease"]["num_tokens"] == before["lease"]["num_tokens"]
+    begun = d.begin(ids(50), turn=2)
+    d.run(d.add("r", ids(70, 9000), session_id="s", max_tokens=2))
+    after = d.settle(begun, ids(50))
+    assert after["lease"]["num_tokens"] == before["lease"]["num_tokens"]
+    assert d.num_free == 20 - 2
 
 
 def _scheduled_at_once(d, prompt_ids):
@@ -200,10 +203,25 @@ def test_a_cache_reset_waits_for_readers(make_harness):
 
 
 def test_new_weights_make_a_lease_useless(make_harness):
-    """KV of other weights is never offered to a reader."""
+    """KV of other weights is given back at once, and never offered to a reader; the same weights change nothing."""
     d = make_harness("decode", num_blocks=20, min_fetch_tokens=0)
     d.lease(ids(40), "s")
+    d.scheduler.connector.on_weight_version("default")
+    assert d.num_free == 18
     d.scheduler.connector.on_weight_version("after training")
+    assert d.num_free == 20
+    begun = d.begin(ids(60), turn=2, want_ticket=True)
+    assert (begun["ticket"], begun["lease_reason"]) == (None, "model_changed")
+
+
+def test_new_weights_while_a_reader_reads(make_harness):
+    """A ticket keeps its blocks, and its lease can be read by nobody else any more."""
+    d = make_harness("decode", num_blocks=20, min_fetch_tokens=0)
+    d.lease(ids(40), "s")
+    begun = d.begin(ids(60), turn=2, want_ticket=True)
+    d.scheduler.connector.on_weight_version("after training")
+    assert d.num_free == 18
+    d.control("abandon", nonce=begun["nonce"], return_ticket=True)
     begun = d.begin(ids(60), turn=2, want_ticket=True)
     assert (begun["ticket"], begun["lease_reason"]) == (None, "model_changed")
 

@@ -91,6 +91,9 @@ def test_a_changed_cache_manager_is_refused():
         ({"role": "decode", "secret_file": "GOOD", "fresh_prefill_salt": 1}, "fresh_prefill_salt is 1"),
         ({"role": "decode", "secret_file": "GOOD", "session_id_fields": "id"}, "session_id_fields is 'id'"),
         ({"role": "decode", "secret_file": "GOOD", "session_id_headers": [""]}, "session_id_headers is"),
+        ({"role": "decode", "secret_file": "GOOD", "parent_id_fields": [1]}, "parent_id_fields is"),
+        ({"role": "decode", "secret_file": "GOOD", "parent_id_headers": {}}, "parent_id_headers is"),
+        ({"role": "decode", "secret_file": "GOOD", "session_final_headers": "x"}, "session_final_headers is 'x'"),
         ({"role": "decode", "secret_file": "GOOD", "budget": 1}, "budget"),
     ],
 )
@@ -103,6 +106,17 @@ def test_a_bad_setting_is_refused_by_name(tmp_path, settings, named):
         settings = {**settings, "secret_file": str(tmp_path / settings["secret_file"])}
     with pytest.raises(ValueError, match=named):
         EngineSettings.from_mapping(settings)
+
+
+def test_names_of_sessions_that_are_given_replace_the_default(tmp_path):
+    """Dynamo's headers are understood unless the settings say otherwise."""
+    (tmp_path / "secret").write_bytes(SECRET)
+    config = {"role": "decode", "secret_file": str(tmp_path / "secret")}
+    default = EngineSettings.from_mapping(config)
+    assert default.session_id_headers == ("X-Dynamo-Session-ID",)
+    own = EngineSettings.from_mapping({**config, "session_id_headers": [], "parent_id_headers": ["X-Parent"]})
+    assert (own.session_id_headers, own.parent_id_headers) == ((), ("X-Parent",))
+    assert own.session_final_headers == default.session_final_headers == ("X-Dynamo-Session-Final",)
 
 
 @pytest.mark.parametrize(

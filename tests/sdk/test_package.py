@@ -102,9 +102,9 @@ def test_importing_is_fast():
         float(
             run_python("""
                 import time, httpx, tenacity
-                start_s = time.perf_counter()
+                start_s = time.process_time()
                 import bidikv_sdk
-                print(time.perf_counter() - start_s)
+                print(time.process_time() - start_s)
             """)
         )
         for _ in range(3)

@@ -140,6 +140,7 @@ async def test_options_travel_in_the_body(client, server):
     ("method", "url", "content", "headers"),
     [
         ("POST", "http://fake/v1/completions", b'{"prompt": "a"}', {}),
+        ("POST", "http://fake/v1/threads/t/messages", b'{"role": "user"}', {}),
         ("GET", URL, b"", {}),
         ("POST", URL, b"not json", {}),
         ("POST", URL, b'["a"]', {}),

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from bidikv_sdk import wire
 from bidikv_sdk.wire import (
     CacheReport,
+    Choice,
     ErrorInfo,
     LeaseInfo,
     PoolInfo,
@@ -39,6 +40,7 @@ reports = st.builds(
     computed_tokens=counts,
     diverged_at=st.none() | counts,
     timings_s=timings,
+    choice=st.none() | st.builds(Choice, by=st.sampled_from(wire.CHOSEN_BY), local=st.none() | seconds),
 )
 infos = st.builds(
     SessionInfo,
@@ -163,3 +165,18 @@ def test_a_list_of_sessions_survives_the_wire():
 def test_a_protocol_error_is_a_value_error():
     """Callers that know nothing of the wire can catch a ValueError."""
     assert issubclass(ProtocolError, ValueError)
+
+
+def test_a_peer_that_knows_no_choices_is_understood():
+    """The field came later: a report without it is one of a turn that chose nothing."""
+    data = make_info().to_json()
+    del data["cache"]["choice"]
+    assert SessionInfo.from_json(data) == make_info()
+
+
+def test_a_choice_names_its_faults():
+    """What `auto` chose from is checked like the rest."""
+    data = make_info().to_json()
+    data["cache"]["choice"] = {"by": "cheapest", "fetch": "soon"}
+    with pytest.raises(ProtocolError, match=r"choice\.fetch"):
+        SessionInfo.from_json(data)

@@ -82,6 +82,7 @@ def test_recorded_sessions_are_played(tmp_path):
         (["--budget", "2"], "budget_fraction"),
         (["--ttl", "0"], "default_ttl_s"),
         (["--concurrent", "-1"], "above 0"),
+        (["--turns", "0"], "num_turns"),
         (["--sweep", "colour=red"], "--sweep 'colour=red'"),
         (["--sweep", "link=string"], "--link 'string' is unknown"),
         (["--rates", "nowhere.json"], "bidikv rates"),

@@ -84,15 +84,44 @@ def test_without_prefill_engines_every_turn_is_computed_where_it_is_decoded():
     assert found.outcomes == {"local": 1}
 
 
+def test_a_home_that_chooses_finds_the_cheapest_way_of_an_idle_fleet():
+    """Nothing decodes and links are slow, so the tail is appended; on a slow D beside nothing, as well."""
+    turns = [turn(1_000), *(turn(100, gap=5) for _ in range(20))]
+    found = results(session(*turns), route="auto", changes={"fetch_fixed_s": 1.0, "handover_fixed_s": 1.0})
+    assert found.outcomes["local"] > 0.8
+    forced = results(session(*turns), route="fetch", changes={"fetch_fixed_s": 1.0, "handover_fixed_s": 1.0})
+    assert found.later_ttft_s["p50"] < 0.5 * forced.later_ttft_s["p50"]
+
+
+def test_a_home_that_chooses_protects_what_decodes_there():
+    """The same agent appends on an idle D, and goes over P for many of its turns where others decode at all times."""
+    readers = [session(*(turn(100, 2_000, gap=0.1) for _ in range(10))) for _ in range(2)]
+    agent = session(turn(8_000), *(turn(900, gap=1) for _ in range(40)), start=30)
+    slow = {"pool_tokens": 400_000, "max_context_tokens": 200_000, "fetch_fixed_s": 0.5}
+    alone = results(agent, route="auto", changes=slow)
+    beside = results(*readers, agent, route="auto", changes=slow)
+    assert alone.outcomes["local"] > 0.8
+    assert beside.outcomes["fetched"] > 0.2
+
+
 # ---------------------------------------------------------------- leases
 
 
-def test_a_lease_that_ends_before_the_next_turn():
-    """A gap longer than the lease's life costs the whole prompt; a shorter one does not."""
+def test_a_lease_that_ended_is_regained_while_nobody_took_its_blocks():
+    """A gap longer than the lease's life costs nothing on an idle engine: the blocks are still in its prefix cache."""
     found = results(session(turn(1_000), turn(100, gap=61), turn(100, gap=59)), ttl=60)
-    assert found.outcomes == {"fetched": 0.5, "recomputed": 0.5}
+    assert found.outcomes == {"fetched": 1}
     assert found.reasons == {"cheapest": 0.5, "lease_expired": 0.5}
     assert found.leases["expired"] == 2  # the last one too, for nobody ended the session
+
+
+def test_a_lease_that_ended_is_lost_when_others_took_its_blocks():
+    """What expired is the first that a request of another session overwrites."""
+    other = session(turn(45_000), start=100)
+    found = results(session(turn(30_000), turn(100, gap=1_000)), other, ttl=30)
+    assert found.outcomes == {"recomputed": 1}
+    assert found.reasons == {"lease_expired": 1}
+    assert results(session(turn(30_000), turn(100, gap=1_000)), ttl=30).outcomes == {"fetched": 1}
 
 
 def test_agents_that_hold_keep_their_lease_through_tool_calls_only():
@@ -150,7 +179,7 @@ def test_a_ticket_that_waits_too_long_is_not_used():
 
 def test_prompts_wait_for_each_other_on_one_prefill_engine():
     """Of two first turns at the same moment the second waits for all of the first."""
-    free = {"handover_s_per_token": 0.0, "decode_s_per_sequence": 0.0}
+    free = {"handover_s_per_token": 0.0, "decode_s_per_sequence": 0.0, "control_steps": 0.0, "handover_steps": 0.0}
     alone = results(session(turn(1_000)), changes=free).first_ttft_s["p50"]
     both = results(session(turn(1_000)), session(turn(1_000)), changes=free)
     assert both.first_ttft_s["p99"] == pytest.approx(alone + prefill_s(1_000), rel=0.05)
@@ -166,6 +195,15 @@ def test_transfers_share_a_port():
     assert two - one == pytest.approx(100, rel=0.02)
 
 
+def test_a_busy_home_answers_and_takes_up_between_steps():
+    """Beside a stream, a turn's calls and its hand-over wait for one and a half steps of 50 ms each."""
+    stream, late = session(turn(100, 200)), session(turn(1_000, 1), start=1)
+    calm = results(session(turn(1_000, 1))).first_ttft_s["p50"]
+    busy = results(stream, late).first_ttft_s["p99"]
+    # The first of them in steps of one sequence, the others in steps of two.
+    assert busy - calm == pytest.approx(1.5 * 0.05 + 1.5 * 0.06 + 0.01, rel=0.1)
+
+
 def test_sequences_of_a_batch_slow_each_other_down():
     """Alone a token takes 50 ms; of two sequences each token takes 60 ms while both run."""
     assert results(session(turn(100, 101))).token_s["p50"] == pytest.approx(0.05, rel=0.01)
@@ -179,6 +217,17 @@ def test_a_prefill_on_the_home_holds_up_what_decodes_there():
     calm = results(stream, route="local").token_s["p99"]
     held_up = results(stream, prompt, route="local").token_s["p99"]
     assert held_up - calm == pytest.approx(prefill_s(5_000) / 100, rel=0.1)
+
+
+def test_engines_on_one_machine_take_each_others_time():
+    """A prefill of 1.2 s beside a stream takes twice that, and the stream's steps three times theirs meanwhile."""
+    stream, prompt = session(turn(100, 101)), session(turn(1_000, 1), start=1)
+    apart = results(stream, prompt)
+    beside = results(stream, prompt, changes={"prefill_slowdown": 2.0, "decode_slowdown": 3.0})
+    later = beside.first_ttft_s["p99"] - apart.first_ttft_s["p99"]
+    assert later == pytest.approx(prefill_s(1_000), rel=0.1)
+    lost_steps_s = 2 * prefill_s(1_000) * (1 - 1 / 3)
+    assert (beside.token_s["p99"] - apart.token_s["p99"]) * 100 == pytest.approx(lost_steps_s, rel=0.15)
 
 
 def test_a_request_waits_for_blocks_until_another_one_ends():

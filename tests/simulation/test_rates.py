@@ -7,7 +7,7 @@ import pytest
 
 from server_ext.analysis.hardware import find_gpu, find_link, find_model
 from server_ext.analysis.limits import Limits
-from server_ext.simulation.fit import DecodeSample, Shape, TurnSample, fit_rates
+from server_ext.simulation.fit import BesideSample, DecodeSample, Shape, TurnSample, fit_rates
 from server_ext.simulation.rates import from_limits, read_rates
 
 from .fleets import RATES
@@ -62,6 +62,26 @@ def test_the_rates_behind_samples_are_found():
     rates = replace(RATES, decode_s_per_context_token=1e-5)
     found = fit_rates(SHAPE, samples(rates), answers(rates))
     assert numbers(found) == pytest.approx(numbers(rates), rel=1e-6)
+
+
+def test_what_takes_longer_beside_the_other_engine_is_found():
+    """Twice as long is a slowdown of two, a per cent is what measuring varies by; waits are told in steps."""
+    step_s = RATES.step_s(1, 100)
+    for ratio, found in ((2.0, 2.0), (1.01, 1.0)):
+        beside = sample(RATES, 500)
+        beside = replace(
+            beside,
+            prefill_s=ratio * beside.prefill_s,
+            control_s=beside.control_s + 1.5 * step_s,
+            handover_s=beside.handover_s + 2 * step_s + RATES.decode_s_per_sequence,
+        )
+        besides = [BesideSample(turn=beside, context_tokens=100, step_s=ratio * step_s)]
+        rates = fit_rates(SHAPE, samples(RATES), answers(RATES), besides)
+        assert rates.prefill_slowdown == pytest.approx(found)
+        assert rates.decode_slowdown == pytest.approx(found)
+        assert rates.shares_machines is (found != 1)
+        assert rates.control_steps == pytest.approx(1.5)
+        assert rates.handover_steps == pytest.approx(2)
 
 
 def test_a_cost_is_never_a_gain():

@@ -7,7 +7,7 @@ from statistics import mean, median, quantiles
 
 import pytest
 
-from server_ext.traffic import AGENT, SMALL, generate, prompts
+from server_ext.traffic import AGENT, SMALL, LogNormal, generate, prompts
 
 
 def later_turns(sessions):
@@ -98,6 +98,7 @@ def test_a_compaction_keeps_the_system_prompt():
         ({"tool_share": 1.5}, "tool_share"),
         ({"time_divisor": 0}, "time_divisor"),
         ({"max_turns": 0}, "max_turns"),
+        ({"num_turns": LogNormal(0, 1)}, "num_turns"),
         ({"compaction_share": 0.9, "late_edit_share": 0.2}, "do not append"),
         ({"max_context_tokens": 20_000}, "max_context_tokens"),
     ],

@@ -1,0 +1,552 @@
+"""Takes each guard out, one at a time, and checks that the tests which stand for it fail: `python tests/mutants.py`.
+
+A test that cannot fail promises nothing. Works on a copy of the tree, so that what is edited here stays as it is. Names
+on the command line choose guards (parts of the names of their files or tests); without any, all are taken out. Prints
+what survived, and exits with 1 where anything did. With `--engines` the tests that need engines run, in place of the
+others; each guard takes minutes then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+COPIED = ("bench", "bidikv_sdk", "docs", "examples", "server_ext", "tests", "pyproject.toml")
+# A guard against waiting for ever may leave a test that does.
+LONGEST_S = 120
+LONGEST_WITH_ENGINES_S = 900
+
+OPTIONS = ("-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+PRELOADED = (
+    "vllm.entrypoints.openai.chat_completion.serving",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector",
+)
+
+LEASES = "tests/core/test_leases.py"
+LOST = "tests/core/test_lost.py"
+TICKETS = "tests/core/test_tickets.py"
+RENDER = "tests/http/test_render.py"
+ROUTES = "tests/http/test_routes.py"
+IN_SCHEDULER = "tests/scheduler/test_leases_in_the_scheduler.py"
+IN_FLIGHT = "tests/scheduler/test_steps_in_flight.py"
+LOST_IN_SCHEDULER = "tests/scheduler/test_lost_leases_in_the_scheduler.py"
+READS = "tests/scheduler/test_reads_in_the_scheduler.py"
+STARTUP = "tests/scheduler/test_startup.py"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One guard, and what must fail without it.
+
+    - `file`, `guard`: where it stands, exactly once.
+    - `without`: what stands there instead.
+    - `tests`: each of them must fail.
+    """
+
+    file: str
+    guard: str
+    without: str
+    tests: tuple[str, ...]
+
+
+MUTANTS = (
+    # Tickets: signed, for this prompt, once, in time.
+    Mutant(
+        "server_ext/core/tickets.py",
+        "return unsigned if is_genuine else None",
+        "return unsigned",
+        (
+            f"{TICKETS}::test_any_change_breaks_the_mac",
+            f"{READS}::test_a_ticket_that_this_deployment_did_not_sign_is_nothing",
+            f"{IN_SCHEDULER}::test_parameters_that_nobody_signed_are_ignored",
+            "tests/engine/test_foreign.py::test_an_engine_believes_only_what_is_signed",
+        ),
+    ),
+    Mutant(
+        "server_ext/core/tickets.py",
+        'if issued_for["prompt_hash"] != hash_ids(prompt_ids, num_tokens):',
+        "if False:",
+        (
+            f"{TICKETS}::test_a_ticket_that_does_not_fit_is_refused_by_name",
+            f"{READS}::test_a_ticket_that_does_not_fit_is_refused_and_the_prompt_computed",
+            "tests/engine/test_faults.py::test_a_bad_ticket_costs_time_and_nothing_else",
+        ),
+    ),
+    Mutant(
+        "server_ext/core/tickets.py",
+        'if params["remote_request_id"] in seen_ids:',
+        "if False:",
+        (
+            f"{READS}::test_a_ticket_is_good_for_one_read",
+            "tests/engine/test_faults.py::test_a_ticket_is_for_one_read",
+        ),
+    ),
+    Mutant(
+        "server_ext/core/leases.py",
+        "num_matched = min(common_prefix_length(lease.token_ids, prompt_ids), lease.num_tokens)",
+        "num_matched = min(len(prompt_ids), lease.num_tokens)",
+        (
+            f"{LEASES}::test_an_edited_prompt_matches_up_to_the_first_difference",
+            "tests/http/test_divergence.py::test_a_template_that_strips_reasoning_changes_the_messages",
+            "tests/http/test_divergence.py::test_a_partly_filled_last_block_is_compared_token_by_token",
+        ),
+    ),
+    Mutant(
+        "server_ext/core/leases.py",
+        "if num_matched < min(lease.num_tokens, len(prompt_ids)) else None",
+        "if num_matched < lease.num_tokens else None",
+        (f"{LEASES}::test_a_prompt_within_the_history_does_not_diverge",),
+    ),
+    Mutant(
+        "server_ext/core/ledger.py",
+        '"""Take the references of a ticket."""\n        self._pins.pin(block_ids)\n',
+        '"""Take the references of a ticket."""\n',
+        (f"{LEASES}::test_nothing_is_freed_under_an_open_ticket",),
+    ),
+    Mutant(
+        "server_ext/core/ticket_desk.py",
+        "if now_s - read_age_s >= given_back_s:",
+        "if False:",
+        (f"{LEASES}::test_a_read_that_outlasted_its_blocks_is_counted",),
+    ),
+    Mutant(
+        "server_ext/core/ticket_desk.py",
+        "elif not self._held.ledger.can_ticket(block_ids, max_ticketed=self._max_ticketed):",
+        "elif False:",
+        (f"{LEASES}::test_tickets_leave_room_for_the_longest_request",),
+    ),
+    Mutant(
+        "server_ext/engine/decode.py",
+        "if isinstance(read, ReadTickets):",
+        "if False:",
+        (
+            "tests/scheduler/test_tickets_in_the_scheduler.py::test_a_readers_note_returns_its_ticket",
+            "tests/engine/test_tickets.py::test_a_readers_note_returns_its_ticket",
+        ),
+    ),
+    # Reads on P and on D: once, and a failure is computed.
+    Mutant(
+        "server_ext/engine/prefill.py",
+        'if params.get("_remote_blocks_processed"):',
+        "if False:",
+        (
+            f"{READS}::test_a_failed_read_is_computed_and_never_asked_for_again",
+            f"{READS}::test_a_preempted_reader_computes",
+        ),
+    ),
+    Mutant(
+        "server_ext/engine/prefill.py",
+        'if params.get("remote_block_ids") and read.is_late(time.perf_counter()):',
+        "if False:",
+        (f"{READS}::test_a_ticket_that_does_not_fit_is_refused_and_the_prompt_computed",),
+    ),
+    Mutant(
+        "server_ext/http/turn.py",
+        "if self._handover_failed():",
+        "if False:",
+        (f"{ROUTES}::test_what_d_could_not_read_from_p_is_told",),
+    ),
+    # What a lease holds.
+    Mutant(
+        "server_ext/core/leases.py",
+        "if turn is None or turn.pin is not None or num_tokens <= 0:",
+        "if turn is None or turn.pin is not None:",
+        (f"{LEASES}::test_a_request_without_computed_tokens_leaves_the_old_lease",),
+    ),
+    Mutant(
+        "server_ext/core/leases.py",
+        "            if turn.pin is None:\n                self._explain_lost_pin(turn)\n",
+        "",
+        (f"{LEASES}::test_a_first_turn_without_computed_tokens_says_that_they_were_taken",),
+    ),
+    Mutant(
+        "server_ext/engine/decode.py",
+        "certain = request.num_computed_tokens - request.num_in_flight_tokens",
+        "certain = request.num_computed_tokens",
+        (
+            f"{IN_SCHEDULER}::test_a_lease_never_counts_a_step_that_is_still_in_flight",
+            f"{IN_FLIGHT}::test_an_abort_while_a_step_is_in_flight",
+            f"{IN_FLIGHT}::test_a_read_from_p_under_async_scheduling",
+            f"{IN_FLIGHT}::test_placeholders_of_drafts_in_flight_are_not_leased",
+        ),
+    ),
+    Mutant(
+        "server_ext/engine/decode.py",
+        "certain = request.num_computed_tokens - request.num_in_flight_tokens",
+        "certain = request.num_tokens + len(request.spec_token_ids)",
+        (
+            f"{IN_FLIGHT}::test_a_rejected_draft_is_not_leased",
+            f"{IN_FLIGHT}::test_drafts_that_were_not_scheduled_yet_are_not_leased",
+        ),
+    ),
+    Mutant(
+        "server_ext/core/leases.py",
+        'array("i", block_ids[: num_blocks(num_tokens, self._block_size)])',
+        'array("i", block_ids)',
+        (f"{LEASES}::test_finish_believes_the_smallest_of_its_numbers",),
+    ),
+    Mutant(
+        "server_ext/engine/decode.py",
+        "return int(min(max(certain, 0), request.num_tokens))",
+        "return int(max(certain, 0))",
+        (f"{IN_FLIGHT}::test_an_answer_that_ends_within_accepted_drafts",),
+    ),
+    Mutant(
+        "server_ext/engine/decode.py",
+        "    if request.num_output_tokens == 0:\n        return 0\n",
+        "",
+        (
+            f"{IN_SCHEDULER}::test_an_abort_before_the_first_token_leases_nothing",
+            f"{IN_FLIGHT}::test_an_abort_during_a_read_waits_for_its_end",
+        ),
+    ),
+    Mutant(
+        "server_ext/engine/decode.py",
+        "        return delay_free, params\n\n    def build_connector_meta",
+        "        return True, params\n\n    def build_connector_meta",
+        (f"{IN_SCHEDULER}::test_an_idle_scheduler_has_nothing_to_do_for_a_lease",),
+    ),
+    Mutant(
+        "server_ext/engine/decode.py",
+        "if nonce is not None and self._home.leases.is_open(nonce) and request.status in _LEASABLE:",
+        "nonce = nonce and next(iter(self._home.leases._held.turns), None)\n"
+        "        if nonce is not None and request.status in _LEASABLE:",
+        (f"{IN_SCHEDULER}::test_a_session_id_of_a_client_reaches_no_lease",),
+    ),
+    # Memory: requests win, within budgets, and nobody for ever.
+    Mutant(
+        "server_ext/engine/compat.py",
+        "while slots is None and make_room(_num_missing_blocks(manager, bound.arguments)):",
+        "while False:",
+        (
+            f"{IN_SCHEDULER}::test_a_running_request_takes_a_leased_block_instead_of_being_preempted",
+            f"{IN_SCHEDULER}::test_a_new_request_is_admitted_in_the_same_step_as_on_an_empty_pool",
+            "tests/engine/test_memory.py::test_a_plain_request_gets_its_blocks_from_leases",
+        ),
+    ),
+    Mutant(
+        "server_ext/core/revocation.py",
+        "if dropped[block_id] == num_references(block_id):",
+        "if True:",
+        ("tests/core/test_revocation.py::test_blocks_that_a_request_holds_gain_nothing",),
+    ),
+    Mutant(
+        "server_ext/core/revocation.py",
+        "num_freed += num_ours[block_id] == num_references(block_id)",
+        "num_freed += 1",
+        ("tests/core/test_revocation.py::test_blocks_under_a_ticket_are_not_reclaimable",),
+    ),
+    Mutant(
+        "server_ext/core/holdings.py",
+        "        return self.ledger.num_affordable(\n"
+        "            tenant, block_ids, max_leased=self._max_leased, max_tenant_leased=self._max_tenant_leased\n"
+        "        )\n",
+        "        return len(block_ids)\n",
+        (
+            f"{LEASES}::test_over_the_budget_a_lease_is_clipped_to_whole_blocks",
+            f"{LOST}::test_regaining_keeps_to_the_budget",
+        ),
+    ),
+    Mutant(
+        "server_ext/core/ledger.py",
+        "            room -= block_id not in leased\n",
+        "            room -= 1\n",
+        (f"{LEASES}::test_a_shared_block_costs_its_budget_once",),
+    ),
+    Mutant(
+        "server_ext/core/deadlines.py",
+        "            elif item.due_s > now_s:\n                self.schedule(item)\n",
+        "            elif item.due_s > now_s:\n                self.schedule(item)\n                return None\n",
+        (f"{LEASES}::test_one_sweep_reclaims_every_expired_lease_whatever_its_place",),
+    ),
+    Mutant(
+        "server_ext/core/deadlines.py",
+        "if self._num_dead > max(_MIN_DEAD_TO_TIDY, len(self._heap) // 2):",
+        "if False:",
+        (f"{LEASES}::test_renewing_for_ever_costs_no_memory",),
+    ),
+    Mutant(
+        "server_ext/core/session_store.py",
+        "max(candidates, key=lambda c: (c[0], -c[1].last_used_s), default=(0, None))[1]",
+        "max(candidates, key=lambda c: -c[1].last_used_s, default=(0, None))[1]",
+        (
+            "tests/core/test_session_store.py::test_the_tenant_that_has_most_makes_room",
+            "tests/core/test_session_store.py::test_nobody_loses_a_session_to_a_tenant_that_has_more",
+        ),
+    ),
+    # Leases that are gone.
+    Mutant(
+        "server_ext/core/leases.py",
+        "lease = self._held.regain(key, fingerprint, now_s=now_s)",
+        "pass",
+        (
+            f"{LOST}::test_an_expired_lease_is_regained_for_a_reader",
+            f"{LOST_IN_SCHEDULER}::test_an_expired_lease_is_pinned_again_for_its_reader",
+            "tests/engine/test_outcomes.py::test_after_expiry",
+        ),
+    ),
+    Mutant(
+        "server_ext/core/lost.py",
+        "if before is not now",
+        "if before != now",
+        (f"{LOST_IN_SCHEDULER}::test_an_equal_prefix_that_is_only_being_computed_is_not_pinned",),
+    ),
+    Mutant(
+        "server_ext/core/lost.py",
+        "num_intact = next((i for i, (before, now) in pairs if before is not now), len(lost.seals))",
+        "num_intact = len(lost.seals)",
+        (
+            f"{LOST_IN_SCHEDULER}::test_what_other_requests_have_written_over_is_lost",
+            f"{LOST}::test_only_what_nobody_has_written_over_is_regained",
+        ),
+    ),
+    Mutant(
+        "server_ext/core/leases.py",
+        '            slot.state, slot.reason = "released", "released"\n            self._held.lost.forget(key)\n',
+        '            slot.state, slot.reason = "released", "released"\n',
+        (
+            f"{LOST}::test_a_released_lease_is_never_regained",
+            f"{LOST_IN_SCHEDULER}::test_a_release_after_the_end_is_final",
+        ),
+    ),
+    Mutant(
+        "server_ext/core/revocation.py",
+        "        self._held.lost.clear()\n",
+        "",
+        (f"{LOST}::test_a_reset_leaves_nothing_to_regain",),
+    ),
+    # Start-up.
+    Mutant(
+        "server_ext/engine/compat.py",
+        "        if refused:\n",
+        "        if False:\n",
+        (
+            f"{STARTUP}::test_a_configuration_that_cannot_be_served_is_refused_by_name",
+            f"{STARTUP}::test_models_with_several_kinds_of_attention_are_refused",
+            f"{STARTUP}::test_host_buffers_on_a_gpu_are_refused",
+        ),
+    ),
+    Mutant(
+        "server_ext/engine/control.py",
+        "if control is None:",
+        "if False:",
+        (f"{STARTUP}::test_an_engine_without_our_connector_says_so",),
+    ),
+    # Sessions, and what goes over HTTP.
+    Mutant(
+        "server_ext/core/sessions.py",
+        "            self._remove(session)\n        self._add(opened)\n",
+        "            self._drop(session, now_s=now_s)\n        self._add(opened)\n",
+        ("tests/core/test_home.py::test_a_replaced_transcript_keeps_the_lease",),
+    ),
+    Mutant(
+        "server_ext/http/tenants.py",
+        "if not self._has_keys:",
+        "if True:",
+        (
+            f"{ROUTES}::test_another_tenant_sees_no_difference_to_an_unknown_session",
+            "tests/http/test_tenants.py::test_each_key_is_a_tenant_of_its_own",
+            "tests/engine/test_two_tenants.py::test_another_tenants_session_is_an_unknown_one",
+            "tests/engine/test_two_tenants.py::test_the_same_id_is_two_sessions_of_two_tenants",
+        ),
+    ),
+    Mutant(
+        "server_ext/http/transfer_params.py",
+        "if is_whole and names_transfer_params(",
+        "if False and names_transfer_params(",
+        (
+            "tests/http/test_transfer_params.py::test_transfer_parameters_are_refused",
+            "tests/engine/test_foreign.py::test_transfer_parameters_on_a_public_route",
+        ),
+    ),
+    Mutant(
+        "server_ext/http/turn_request.py",
+        'if body.get("n") not in (None, 1):',
+        "if False:",
+        ("tests/http/test_turn_request.py::test_what_a_session_cannot_do_is_refused_by_name",),
+    ),
+    Mutant(
+        "server_ext/http/conductor.py",
+        "        finally:\n            await said.turn.abandon_whatever_happens()\n",
+        "        finally:\n            pass\n",
+        (f"{ROUTES}::test_a_client_that_leaves_its_stream",),
+    ),
+    Mutant(
+        "server_ext/http/conductor.py",
+        "report = await said.settle(dict(total.completion()))",
+        "report = (await said.settle(dict(total.completion()))) and {}",
+        (f"{ROUTES}::test_a_stream",),
+    ),
+    Mutant(
+        "server_ext/http/metrics.py",
+        "        self._turns.labels(cache.outcome, cache.reason).inc()\n",
+        "",
+        ("tests/http/test_metrics.py::test_a_turn_is_counted_by_its_outcome",),
+    ),
+    Mutant(
+        "bidikv_sdk/_keeper.py",
+        "self._due_s = started_s + self._interval_s",
+        'self._due_s = float("inf")',
+        ("tests/sdk/test_keeper.py::test_a_hold_outlives_many_ttls",),
+    ),
+    Mutant(
+        "bidikv_sdk/_state.py",
+        "        except SessionNotFound:\n            if not state.turn:\n                raise\n",
+        "        except SessionNotFound:\n            raise\n",
+        ("tests/sdk/test_session.py::test_a_lost_session_is_opened_again_by_the_next_turn",),
+    ),
+    # Rendering.
+    Mutant(
+        "server_ext/http/render.py",
+        "            and whole.startswith(before)\n",
+        "",
+        (f"{RENDER}::test_reasoning_that_the_template_strips_leaves_the_prompt",),
+    ),
+    Mutant(
+        "server_ext/http/render.py",
+        "        if not appends:\n            return None\n",
+        "",
+        (
+            f"{RENDER}::test_the_check_at_start_tells_which_templates_append",
+            f"{RENDER}::test_a_template_that_does_not_append_is_rendered_afresh",
+        ),
+    ),
+    Mutant(
+        "server_ext/http/render.py",
+        "if history.token_ids else None",
+        "if False else None",
+        (
+            f"{RENDER}::test_reasoning_goes_on_in_a_tool_loop",
+            f"{RENDER}::test_any_ids_are_kept_as_generated",
+            f"{RENDER}::test_a_template_that_appends_continues_exactly",
+        ),
+    ),
+    Mutant(
+        "server_ext/http/render.py",
+        "rest = history.pending_text + closing + whole[len(before) :]",
+        "rest = history.pending_text + whole[len(before) :]",
+        (f"{RENDER}::test_any_text_continues_rightly",),
+    ),
+    Mutant(
+        "server_ext/http/render.py",
+        "        with vllm_errors():\n            # Before vLLM's",
+        "        if True:\n            # Before vLLM's",
+        (f"{RENDER}::test_a_template_that_fails_is_a_refusal",),
+    ),
+    Mutant(
+        "server_ext/http/transcript.py",
+        "before = self._replaced or self._chunks",
+        "before = self._chunks",
+        ("tests/http/test_divergence.py::test_the_cause_of_a_divergence_is_named",),
+    ),
+)
+
+
+def runnable(mutant: Mutant, *, engines: bool) -> list[str]:
+    """Return the tests of a mutant that need engines, or those that need none."""
+    return [test for test in mutant.tests if test.startswith("tests/engine/") == engines]
+
+
+def surviving(mutant: Mutant, tree: Path, *, engines: bool) -> list[str]:
+    """Return the tests that pass without a guard; put it back."""
+    path = tree / mutant.file
+    text = path.read_text("utf-8")
+    if text.count(mutant.guard) != 1:
+        msg = f"{mutant.file} has {text.count(mutant.guard)} times {mutant.guard!r}; a guard stands there once"
+        raise SystemExit(msg)
+    tests = runnable(mutant, engines=engines)
+    path.write_text(text.replace(mutant.guard, mutant.without), "utf-8")
+    try:
+        told = run(tests, tree, LONGEST_WITH_ENGINES_S if engines else LONGEST_S)
+    finally:
+        path.write_text(text, "utf-8")
+    failed = re.findall(r"^FAILED (\S+?)(?:\[| |$)", told, re.MULTILINE)
+    return [test for test in tests if test not in failed]
+
+
+def preload() -> None:
+    """Import what tests import and mutants do not touch: half a minute for each of them otherwise."""
+    with warnings.catch_warnings(), contextlib.suppress(ImportError):
+        warnings.simplefilter("ignore")
+        for name in ("hypothesis", "httpx", "vllm.v1.core.sched.async_scheduler", *PRELOADED):
+            importlib.import_module(name)
+
+
+def run(tests: list[str], tree: Path, longest_s: float) -> str:
+    """Return what pytest prints of some tests in a copy of the tree, in a fork of this process."""
+    with tempfile.TemporaryFile("w+") as output:
+        process_id = os.fork()
+        if not process_id:
+            try:
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+                os.chdir(tree)
+                os.environ["PYTHONPATH"] = str(tree)  # for what tests start
+                sys.path.insert(0, str(tree))
+                pytest.main([*OPTIONS, f"--basetemp={tree}/tmp", *tests])
+            except BaseException:  # noqa: BLE001 (the rest of this program is the parent's)
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(0)
+        # Asked first, so that it can end what it has started.
+        signals = [(longest_s, signal.SIGINT), (longest_s + 60, signal.SIGKILL)]
+        started_s = time.monotonic()
+        while os.waitpid(process_id, os.WNOHANG) == (0, 0):
+            if signals and time.monotonic() - started_s > signals[0][0]:
+                os.kill(process_id, signals.pop(0)[1])
+            time.sleep(0.05)
+        output.seek(0)
+        return output.read()
+
+
+def say(text: str) -> None:
+    """Print at once, for a run takes minutes."""
+    print(text, flush=True)  # noqa: T201 (a script prints)
+
+
+def main() -> int:
+    """Run the mutants; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="parts of the names of tests, or of files that have guards")
+    parser.add_argument("--engines", action="store_true", help="the tests that need engines, in place of the others")
+    asked = parser.parse_args()
+    chosen = [m for m in MUTANTS if not asked.names or any(n in t for n in asked.names for t in (m.file, *m.tests))]
+    chosen = [mutant for mutant in chosen if runnable(mutant, engines=asked.engines)]
+    num_seen, survivors = 0, []
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__", ".venv*"))
+            else:
+                shutil.copy(source, tree / name)
+        preload()
+        for number, mutant in enumerate(chosen, 1):
+            survived = surviving(mutant, tree, engines=asked.engines)
+            survivors += survived
+            num_seen += len(runnable(mutant, engines=asked.engines)) - len(survived)
+            told = [f"{number}/{len(chosen)} {mutant.file}: {mutant.guard.strip().splitlines()[0]:.70}"]
+            say("\n".join(told + [f"    SURVIVED {test}" for test in survived]))
+    say(f"\n{num_seen} tests failed without their guards, {len(survivors)} did not")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
