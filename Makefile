@@ -5,7 +5,7 @@ PYTHON ?= python3
 PYTORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := .venv/bin
-EXTRAS := cpu,cli,demo,analyze,dev
+EXTRAS := cpu,cli,demo,analyze,bench,dev
 
 # The frameworks' environments: the extras of each, and what its type checkers look at (`make lint` has mypy on the rest).
 ENVIRONMENTS := langchain agents llamaindex
