@@ -23,22 +23,29 @@ from bidikv_sdk.integrations.langchain import ChatBidiKV
 from examples.agents.coding_agent import GUIDELINES, SCRIPT, run_tool
 
 URL = os.environ["BIDIKV_BASE_URL"]
-GREEDY: dict[str, Any] = {"model": os.environ["BIDIKV_MODEL"], "temperature": 0, "max_tokens": 32}
-MIN_TOKENS = {"min_tokens": 32}
+# Log-probabilities bring the tokens, and vLLM writes their ids there if it is asked to.
+GREEDY: dict[str, Any] = {
+    "model": os.environ["BIDIKV_MODEL"],
+    "temperature": 0,
+    "max_tokens": 32,
+    "logprobs": True,
+}
+SAME_WORK = {"min_tokens": 32, "return_tokens_as_token_ids": True}
 # D passes a prompt to P only within a session, and the way of this one is what stock P and D do: compute all of it.
-STOCK_PD = {**MIN_TOKENS, "session_id": "stock", "bidikv": {"route": "recompute"}}
+STOCK_PD = {**SAME_WORK, "session_id": "stock", "bidikv": {"route": "recompute"}}
 NO_KEY = SecretStr("none")
 
 ARMS: dict[str, Callable[[], BaseChatModel]] = {
-    "d-alone": lambda: ChatOpenAI(base_url=URL, api_key=NO_KEY, stream_usage=True, extra_body=MIN_TOKENS, **GREEDY),
+    "d-alone": lambda: ChatOpenAI(base_url=URL, api_key=NO_KEY, stream_usage=True, extra_body=SAME_WORK, **GREEDY),
     "recomputed": lambda: ChatOpenAI(base_url=URL, api_key=NO_KEY, stream_usage=True, extra_body=STOCK_PD, **GREEDY),
-    "bidikv": lambda: ChatBidiKV(base_url=URL, api_key=NO_KEY, route="fetch", extra_body=MIN_TOKENS, **GREEDY),
+    "bidikv": lambda: ChatBidiKV(base_url=URL, api_key=NO_KEY, route="fetch", extra_body=SAME_WORK, **GREEDY),
 }
 
 
 def turn(agent: Any, text: str) -> dict[str, Any]:
     """Run one turn, and return what it said, how long a prompt it had, and when the first text came."""
     said, prompt_tokens, ttft_s = "", 0, 0.0
+    tokens: list[str] = []
     started_s = time.perf_counter()
     config = {"configurable": {"thread_id": "shelf"}}
     for chunk, _ in agent.stream({"messages": [HumanMessage(text)]}, config, stream_mode="messages"):
@@ -46,8 +53,9 @@ def turn(agent: Any, text: str) -> dict[str, Any]:
             if chunk.text and not said:
                 ttft_s = time.perf_counter() - started_s
             said += chunk.text
+            tokens += [one["token"] for one in (chunk.response_metadata.get("logprobs") or {}).get("content") or []]
             prompt_tokens += (chunk.usage_metadata or {"input_tokens": 0})["input_tokens"]
-    return {"ttft_s": ttft_s, "prompt_tokens": prompt_tokens, "text": said}
+    return {"ttft_s": ttft_s, "prompt_tokens": prompt_tokens, "text": said, "tokens": tokens}
 
 
 def main(arm: str) -> None:

@@ -53,12 +53,13 @@ def run_arm(arm: str, url: str) -> list[dict[str, Any]]:
 def report(arms: dict[str, list[dict[str, Any]]]) -> int:
     """Print the table and return the exit status."""
     console.print(
-        "turn  prompt  ChatOpenAI (P computes)  ChatBidiKV  ratio  ChatOpenAI (D alone)  said", soft_wrap=True
+        "turn  prompt  ChatOpenAI (P computes)  ChatBidiKV  ratio  ChatOpenAI (D alone)  tokens", soft_wrap=True
     )
     ratios = []
     is_same = True
     for number, (computed, ours, alone) in enumerate(zip(*(arms[arm] for arm in ARMS), strict=True), 1):
-        same = len({(turn["prompt_tokens"], turn["text"]) for turn in (computed, ours, alone)}) == 1
+        answers = {(turn["prompt_tokens"], turn["text"], *turn["tokens"]) for turn in (computed, ours, alone)}
+        same = len(answers) == 1 and bool(ours["tokens"])
         is_same &= same
         ratio = computed["ttft_s"] / ours["ttft_s"]
         if ours["prompt_tokens"] >= _LONG:

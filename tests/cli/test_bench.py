@@ -32,7 +32,7 @@ def with_card(monkeypatch):
     ("options", "told"),
     [
         (("--arms", "no_reuse,teleport"), "--arms 'no_reuse,teleport': give some of no_reuse, prefill_cache"),
-        (("--max-tokens", "3"), "too small"),
+        (("--max-tokens", "1"), "too small"),
         (("--model", "no-such-model"), "no-such-model"),
         (("--traces", "no/such/folder"), "no/such/folder"),
     ],
