@@ -5,17 +5,34 @@ PYTHON ?= python3
 PYTORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := .venv/bin
-EXTRAS := cpu,cli,demo,analyze,dev
+EXTRAS := cpu,cli,demo,analyze,bench,dev
 
-.PHONY: help demo faults soak mutants up down test lint clean
+# The frameworks' environments: the extras of each, and what its type checkers look at (`make lint` has mypy on the rest).
+ENVIRONMENTS := langchain agents llamaindex
+extras_langchain := langchain
+extras_agents := openai-agents,pydantic-ai,smolagents
+extras_llamaindex := llama-index
+sources_langchain := bidikv_sdk/integrations/langchain.py bench/_langchain_agent.py \
+  $(wildcard examples/agents/lang*.py examples/frameworks/lang*/*.py)
+sources_agents := $(wildcard bidikv_sdk/integrations/openai*.py examples/agents/openai_*.py) \
+  $(foreach name,openai openai_agents pydantic_ai smolagents,$(wildcard examples/frameworks/$(name)/*.py))
+sources_llamaindex := $(wildcard examples/frameworks/llamaindex/*.py)
+# What needs no framework, for pyright, which only the frameworks' environments have.
+sources_plain := $(wildcard bidikv_sdk/*.py bidikv_sdk/integrations/_*.py) examples/frameworks/task.py \
+  $(filter-out examples/agents/lang% examples/agents/openai_%,$(wildcard examples/agents/*.py))
+
+.PHONY: help demo faults pressure soak mutants up down test integrations lint clean
+.SECONDARY:
 
 help:
 	@echo "make demo    two engines on this machine, and what a turn costs with and without bidikv"
 	@echo "make faults  what happens when anything fails at any point of a turn, on two engines (20 minutes)"
+	@echo "make pressure  sessions that would hold more than D has, beside engines without leases (12 minutes)"
 	@echo "make soak    many agents for minutes, with faults, every answer checked (MINUTES=10 SEED=1 TRACES=folder)"
 	@echo "make mutants every guard taken out once: its tests must fail (10 minutes)"
 	@echo "make up      start a stack (ends with make down)"
 	@echo "make test    all checks and all tests, real engines included"
+	@echo "make integrations  the checks and tests of the framework integrations, each in its own environment"
 	@echo "make lint    the checks alone"
 
 .venv/.stamp: pyproject.toml
@@ -36,6 +53,9 @@ demo: .venv/.stamp
 faults: .venv/.stamp
 	$(BIN)/python bench/faults.py
 
+pressure: .venv/.stamp
+	$(BIN)/python bench/pressure.py
+
 soak: .venv/.stamp
 	$(BIN)/python bench/soak.py --minutes $(or $(MINUTES),10) --seed $(or $(SEED),1) $(if $(TRACES),--traces $(TRACES))
 
@@ -52,9 +72,25 @@ lint: .venv/.stamp
 	$(BIN)/mypy --python-version 3.10 bidikv_sdk
 	$(BIN)/lint-imports
 
-test: lint
+.venvs/uv/bin/uv:
+	$(PYTHON) -m venv .venvs/uv
+	.venvs/uv/bin/python -m pip install 'uv>=0.13,<0.14'
+
+.venvs/%/.stamp: pyproject.toml .venvs/uv/bin/uv
+	test -x .venvs/$*/bin/python || .venvs/uv/bin/uv venv --python $(PYTHON) .venvs/$*
+	.venvs/uv/bin/uv pip install --python .venvs/$*/bin/python --group $* -e '.[$(extras_$*)]'
+	touch $@
+
+integrations: $(ENVIRONMENTS:%=integration-%)
+
+integration-%: .venvs/%/.stamp
+	.venvs/$*/bin/mypy $(sources_$*)
+	.venvs/$*/bin/pyright --pythonpath .venvs/$*/bin/python $(sources_$*) $(if $(filter agents,$*),$(sources_plain))
+	.venvs/$*/bin/python -m pytest tests/integrations/in_$*
+
+test: lint integrations
 	$(BIN)/python -m pytest --cov --cov-report=term --cov-fail-under=95
 
 clean:
-	rm -rf .venv out dist build
+	rm -rf .venv .venvs out dist build
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,7 +21,7 @@ from server_ext.launch.stack import free_ports
 from server_ext.launch.tiny import TINY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from typing_extensions import Self
@@ -79,6 +79,15 @@ def judge(
         num_ties += 1
         num_done += place + 1
     return Verdict(0, num_ties)
+
+
+def generated(reply: Mapping[str, Any]) -> list[Generated]:
+    """Return the tokens of a completion that was asked for with ids and log-probabilities."""
+    (choice,) = reply["choices"]
+    return [
+        Generated(token_id, {int(name.removeprefix("token_id:")): value for name, value in likeliest.items()})
+        for token_id, likeliest in zip(choice["token_ids"], choice["logprobs"]["top_logprobs"], strict=True)
+    ]
 
 
 class Reference:
@@ -143,11 +152,7 @@ class Reference:
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }
-        (choice,) = self._post("/v1/completions", body)["choices"]
-        return [
-            Generated(token_id, {int(name.removeprefix("token_id:")): value for name, value in likeliest.items()})
-            for token_id, likeliest in zip(choice["token_ids"], choice["logprobs"]["top_logprobs"], strict=True)
-        ]
+        return generated(self._post("/v1/completions", body))
 
     def prompt_ids(self, messages: Sequence[Any]) -> list[int]:
         """Return the prompt that stock vLLM renders for a whole history."""

@@ -1,6 +1,6 @@
 """What the demo found, and whether that is good enough. Pure.
 
-`Result` is made once both arms have run; `checks` judges it, `to_json` is the file. May import `_model`, `_turns`.
+`Result` is made once both arms have run; `checks` judges it, `to_json` is the file. May import `_turns` and the limits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import cached_property
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
-from bench._model import PrefillRate, ceiling
+from server_ext.benchmark.limits import PrefillRate, ceiling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,7 +49,7 @@ class Result:
     """State of the lease after that time."""
     versions: Mapping[str, str]
     attention_tokens: float
-    """Length at which the model's attention costs as much as its weights (see `_model`)."""
+    """Length at which the model's attention costs as much as its weights (see `server_ext.benchmark.limits`)."""
     short_prefills: list[tuple[int, float]]
     """Tokens and seconds of prompts of a few tokens, all computed: what a prefill costs at least."""
 

@@ -17,12 +17,12 @@ import httpx
 from rich.console import Console
 
 from bench._machine import cpu_cores, versions
-from bench._model import attention_tokens
 from bench._result import Result
 from bench._show import HEADER, comparison, row, verdict
 from bench._turns import Recorder
 from bidikv_sdk import BidiKV, BidiKVError
 from examples.agents.coding_agent import CHAT, GUIDELINES, run
+from server_ext.benchmark.limits import attention_tokens
 from server_ext.launch.command import ROLES, StackConfig
 from server_ext.launch.model import SMOLLM2, ModelError, ensure_smollm2
 from server_ext.launch.stack import StackError, ensure_secret, free_ports, running_stack

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from bidikv_sdk._errors import BidiKVError, NotFoundError
 from bidikv_sdk._keeper import AsyncLeaseHold, LeaseHold
-from bidikv_sdk._requests import bidikv_object, check_session_id
+from bidikv_sdk._requests import bidikv_object, check_session_id, session_call
 from bidikv_sdk._state import SessionState
 from bidikv_sdk._transport import AsyncTransport, Settings, Transport
 from bidikv_sdk.wire import ROUTES, SessionInfo
@@ -202,6 +202,10 @@ class CurrentSession:
         """Give the cache back and forget the session; a later completion begins it anew."""
         return self._control("end")
 
+    def rewind(self, turn: int) -> SessionInfo | None:
+        """Return to the end of an earlier turn (0: the beginning), where the cache then ends."""
+        return self._control("rewind", turn=turn)
+
     async def extend_async(self, ttl_s: float | None = None) -> SessionInfo | None:
         """Do what `extend` does."""
         return await self._control_async("extend", ttl_s=ttl_s)
@@ -213,6 +217,10 @@ class CurrentSession:
     async def end_async(self) -> SessionInfo | None:
         """Do what `end` does."""
         return await self._control_async("end")
+
+    async def rewind_async(self, turn: int) -> SessionInfo | None:
+        """Do what `rewind` does."""
+        return await self._control_async("rewind", turn=turn)
 
     # ---------------------------------------------------------------- for the transport
 
@@ -286,6 +294,8 @@ class CurrentSession:
             return None
 
     def _call(self, verb: str, **options: Any) -> Call:
+        if verb == "rewind":
+            return session_call("POST", self.id, verb, fields=options)
         return self._state.end() if verb == "end" else self._state.control(verb, **options)
 
     def _took(self, reply: Reply) -> SessionInfo:

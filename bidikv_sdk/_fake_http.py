@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -181,7 +182,7 @@ def served(answer: Answer, port: int) -> Iterator[str]:
             with lock:
                 reply.on_close()
 
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    server = _Server(("127.0.0.1", port), Handler)
     server.daemon_threads = True
     server.block_on_close = False  # a connection that a client keeps open is no reason to wait
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
@@ -192,6 +193,13 @@ def served(answer: Answer, port: int) -> Iterator[str]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # A client that hangs up, as most do when their process ends, is nothing to print.
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -207,7 +215,7 @@ class _Handler(BaseHTTPRequestHandler):
     def left(self, reply: FakeReply) -> None:
         raise NotImplementedError
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - http.server's name
         """Print nothing."""
 
     def _serve(self) -> None:

@@ -72,7 +72,7 @@ class SessionState:
         self.ended = False
         self.running = threading.Lock()
         self._pending: list[Message] = [] if system is None else [{"role": "system", "content": system}]
-        self._route = route
+        self._route: Route | None = route
         self._ttl_s = ttl_s
         self._parameters = dict(parameters)
 
@@ -129,7 +129,7 @@ class SessionState:
         check_parameters(parameters)
         messages = self._pending + messages_of(delta)
         route = route or self._route
-        if route is not None and route not in ROUTES:
+        if route not in (None, *ROUTES):
             msg = f"route must be one of {', '.join(ROUTES)}, got {route!r}"
             raise ValueError(msg)
         merged = {**self._parameters, **parameters}

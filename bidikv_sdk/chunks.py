@@ -36,8 +36,8 @@ class ChunkSum:
         for choice in chunk.get("choices", ()):
             for name, value in choice["delta"].items():
                 self._add_field(name, value)
-            if choice.get("finish_reason") is not None:
-                self._choice["finish_reason"] = choice["finish_reason"]
+            if (finish_reason := choice.get("finish_reason")) is not None:
+                self._choice["finish_reason"] = finish_reason
             for name, items in (choice.get("logprobs") or {}).items():
                 self._choice.setdefault("logprobs", {}).setdefault(name, []).extend(items or ())
 

@@ -425,8 +425,9 @@ class _Reader:
 
     def word(self, key: str, words: tuple[_WordT, ...]) -> _WordT:
         value = self.value(key)
-        if value in words:
-            return value
+        for word in words:
+            if value == word:
+                return word
         raise self._wrong(key, value, f"one of {', '.join(words)}")
 
     def word_or_none(self, key: str, words: tuple[_WordT, ...]) -> _WordT | None:

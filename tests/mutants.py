@@ -198,7 +198,7 @@ MUTANTS = (
         "server_ext/core/leases.py",
         'array("i", block_ids[: num_blocks(num_tokens, self._block_size)])',
         'array("i", block_ids)',
-        (f"{IN_FLIGHT}::test_slots_for_drafts_are_not_leased",),
+        (f"{LEASES}::test_finish_believes_the_smallest_of_its_numbers",),
     ),
     Mutant(
         "server_ext/engine/decode.py",
@@ -367,8 +367,8 @@ MUTANTS = (
     ),
     Mutant(
         "server_ext/http/transfer_params.py",
-        'if names_transfer_params(b"".join(message.get("body", b"") for message in messages)):',
-        "if False:",
+        "if is_whole and names_transfer_params(",
+        "if False and names_transfer_params(",
         (
             "tests/http/test_transfer_params.py::test_transfer_parameters_are_refused",
             "tests/engine/test_foreign.py::test_transfer_parameters_on_a_public_route",
@@ -388,13 +388,13 @@ MUTANTS = (
     ),
     Mutant(
         "server_ext/http/conductor.py",
-        "chunk = {**(chunk if wants_usage else last), **report}",
-        "chunk = chunk if wants_usage else last",
+        "report = await said.settle(dict(total.completion()))",
+        "report = (await said.settle(dict(total.completion()))) and {}",
         (f"{ROUTES}::test_a_stream",),
     ),
     Mutant(
-        "server_ext/http/turn.py",
-        "        turn_metrics().observe(cache)\n",
+        "server_ext/http/metrics.py",
+        "        self._turns.labels(cache.outcome, cache.reason).inc()\n",
         "",
         ("tests/http/test_metrics.py::test_a_turn_is_counted_by_its_outcome",),
     ),

@@ -14,6 +14,7 @@ import typer
 
 from server_ext.cli import session
 from server_ext.cli.analyze import analyze
+from server_ext.cli.bench import bench
 from server_ext.cli.doctor import doctor
 from server_ext.cli.rates import rates
 from server_ext.cli.simulate import simulate
@@ -155,6 +156,7 @@ app.command()(doctor)
 app.command()(analyze)
 app.command()(simulate)
 app.command()(rates)
+app.command()(bench)
 app.add_typer(session.app, name="session")
 
 

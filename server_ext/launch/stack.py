@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from threading import Thread, current_thread, main_thread
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
@@ -46,6 +47,8 @@ READY_TIMEOUT_S = 600.0
 _POLL_S = 0.25
 _HEALTH_TIMEOUT_S = 2.0
 _SECRET_BYTES = 32
+# Below what Linux uses for outgoing connections, 32768 and up.
+_PORTS = range(20000, 32768)
 
 
 class StackError(RuntimeError):
@@ -66,13 +69,25 @@ def default_state_dir() -> Path:
 
 
 def free_ports() -> tuple[EnginePorts, EnginePorts]:
-    """Ports for P and D that nobody listens on right now."""
+    """Ports for P and D that nobody listens on right now.
+
+    An engine takes half a minute to listen on its own. So none is among those that the kernel gives to outgoing
+    connections: one of these may be gone by then, and an engine without its side channel serves, but hands over
+    nothing.
+    """
     with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(4)]
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        a, b, c, d = (sock.getsockname()[1] for sock in sockets)
+        sockets = (held.enter_context(socket.socket()) for _ in _PORTS)
+        tried = zip(sockets, secrets.SystemRandom().sample(_PORTS, len(_PORTS)), strict=True)
+        a, b, c, d = islice((port for sock, port in tried if _takes(sock, port)), 4)
     return EnginePorts(http=a, side_channel=b), EnginePorts(http=c, side_channel=d)
+
+
+def _takes(sock: socket.socket, port: int) -> bool:
+    try:
+        sock.bind(("127.0.0.1", port))
+    except OSError:
+        return False
+    return True
 
 
 def ensure_secret(state_dir: Path) -> Path:

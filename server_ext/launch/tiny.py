@@ -1,12 +1,13 @@
-"""Makes a tiny random Llama for tests in which the model does not matter but its memory does.
+"""Makes small random Llamas for runs in which the model does not matter but its memory does.
 
-Its weights are scaled so that attention decides the output: another history, or a wrong KV block, gives other
+Their weights are scaled so that attention decides the output: another history, or a wrong KV block, gives other
 tokens, and greedy output wanders instead of settling on one token. Tokenizer and template are SmolLM2's.
 """
 
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from server_ext.launch.model import cache_dir, ensure_smollm2, publish, write_config
@@ -20,25 +21,46 @@ TINY = "tiny-random-llama"
 
 _FORMAT = 1  # part of the folder's name, as in `model`
 _SEED = 20
-_LAYERS, _HIDDEN, _INTERMEDIATE = 2, 64, 128
-_HEADS, _KV_HEADS, _HEAD_DIM = 4, 2, 32  # 32 is the smallest head that vLLM's CPU attention takes
+_LAYERS = 2
 _VOCAB, _MAX_POSITIONS = 49152, 8192
 _SPECIAL_TOKENS = 17  # ids 0..16; never the most likely, so that no answer ends early
 
 
-def ensure_tiny(say: Callable[[str], None] = lambda _: None) -> Path:
-    """The folder of the tiny model (float32, 8192 positions, 25 MB), made if it is not there yet."""
+@dataclass(frozen=True)
+class RandomLlama:
+    """A random model: float32, two layers, 8192 positions."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Size of the KV cache of so many tokens."""
+        return num_tokens * _LAYERS * 2 * self.kv_heads * self.head_dim * 4
+
+
+# 32 is the smallest head that vLLM's CPU attention takes.
+_TINY_LLAMA = RandomLlama(TINY, hidden=64, intermediate=128, heads=4, kv_heads=2, head_dim=32)
+WIDE = RandomLlama("wide-random-llama", hidden=1024, intermediate=128, heads=2, kv_heads=1, head_dim=64)
+"""400 MB, nearly all of it in the two vocabulary matrices: decoding is as slow as a real model's, prefill is cheap."""
+
+
+def ensure_tiny(say: Callable[[str], None] = lambda _: None, size: RandomLlama = _TINY_LLAMA) -> Path:
+    """The folder of a random model, by default the tiny one (25 MB), made if it is not there yet."""
 
     def build(out: Path) -> None:
         source = ensure_smollm2(say)
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(source / name, out / name)
-        _write_weights(out)
+        _write_weights(out, size)
 
-    return publish(cache_dir() / "models" / f"{TINY}-v{_FORMAT}", build)
+    return publish(cache_dir() / "models" / f"{size.name}-v{_FORMAT}", build)
 
 
-def _write_weights(out: Path) -> None:
+def _write_weights(out: Path, size: RandomLlama) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -47,21 +69,21 @@ def _write_weights(out: Path) -> None:
     def matrix(rows: int, columns: int, gain: float) -> torch.Tensor:
         return torch.randn(rows, columns, generator=random) * (gain * columns**-0.5)
 
-    embed = torch.randn(_VOCAB, _HIDDEN, generator=random)
-    head = matrix(_VOCAB, _HIDDEN, gain=1.0)
+    embed = torch.randn(_VOCAB, size.hidden, generator=random)
+    head = matrix(_VOCAB, size.hidden, gain=1.0)
     head[:_SPECIAL_TOKENS] = 0.0
-    ones = torch.ones(_HIDDEN)
+    ones = torch.ones(size.hidden)
     weights = {"model.embed_tokens.weight": embed, "lm_head.weight": head, "model.norm.weight": ones}
     for layer in range(_LAYERS):
         shapes = {
-            "self_attn.q_proj": (_HEADS * _HEAD_DIM, _HIDDEN, 2.0),
-            "self_attn.k_proj": (_KV_HEADS * _HEAD_DIM, _HIDDEN, 2.0),
-            "self_attn.v_proj": (_KV_HEADS * _HEAD_DIM, _HIDDEN, 1.0),
+            "self_attn.q_proj": (size.heads * size.head_dim, size.hidden, 2.0),
+            "self_attn.k_proj": (size.kv_heads * size.head_dim, size.hidden, 2.0),
+            "self_attn.v_proj": (size.kv_heads * size.head_dim, size.hidden, 1.0),
             # A long history averages out what attention brings; this gain keeps it above the token itself.
-            "self_attn.o_proj": (_HIDDEN, _HEADS * _HEAD_DIM, 4.0),
-            "mlp.gate_proj": (_INTERMEDIATE, _HIDDEN, 1.0),
-            "mlp.up_proj": (_INTERMEDIATE, _HIDDEN, 1.0),
-            "mlp.down_proj": (_HIDDEN, _INTERMEDIATE, 1.0),
+            "self_attn.o_proj": (size.hidden, size.heads * size.head_dim, 4.0),
+            "mlp.gate_proj": (size.intermediate, size.hidden, 1.0),
+            "mlp.up_proj": (size.intermediate, size.hidden, 1.0),
+            "mlp.down_proj": (size.hidden, size.intermediate, 1.0),
         }
         prefix = f"model.layers.{layer}"
         weights |= {f"{prefix}.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
@@ -69,12 +91,12 @@ def _write_weights(out: Path) -> None:
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     write_config(
         out,
-        hidden_size=_HIDDEN,
-        intermediate_size=_INTERMEDIATE,
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
         num_hidden_layers=_LAYERS,
-        num_attention_heads=_HEADS,
-        num_key_value_heads=_KV_HEADS,
-        head_dim=_HEAD_DIM,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        head_dim=size.head_dim,
         vocab_size=_VOCAB,
         max_position_embeddings=_MAX_POSITIONS,
         rms_norm_eps=1e-5,

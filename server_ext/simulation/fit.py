@@ -1,7 +1,7 @@
 """Fits rates to what turns on real engines took. Pure; `server_ext.cli` runs the turns.
 
-All fits are least squares of relative errors with coefficients that are never negative: short turns count as much as
-long ones, and no cost is a gain.
+All fits make the sum of relative errors small, so that a few odd samples change little; coefficients are never
+negative: no cost is a gain.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,8 @@ from .rates import FleetRates
 _NO_ATTENTION: Final = 1e9
 """In place of the length at which attention costs as much as all else, where it cost nothing that could be seen."""
 _MIN_TURNS: Final = 3
+_ROUNDS: Final = 30
+_LEAST_ERROR: Final = 1e-3
 _NOISE: Final = 1.03
 
 
@@ -157,14 +159,26 @@ def _work(turn: TurnSample) -> tuple[float, float, float]:
 
 def _fit(rows: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> list[float]:
     """Return the coefficients [num_columns], 0 or more, that bring rows [num_rows][num_columns] nearest to seconds."""
-    values = np.maximum(np.asarray(seconds, dtype=np.float64), 1e-9)
-    columns = np.asarray(rows, dtype=np.float64) / values[:, None]
+    columns, values = np.asarray(rows, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
+    found = _solve(columns, values)
+    for _ in range(_ROUNDS):
+        # Errors are parts of what is expected, and count by their size, not its square: a turn that something else
+        # held up, or an answer whose chunks came all at once, must not bend the rest.
+        expected = np.maximum(columns @ np.asarray(found), 1e-9)
+        errors = np.abs(values / expected - 1)
+        scale = expected * np.sqrt(np.maximum(errors, _LEAST_ERROR))
+        found = _solve(columns / scale[:, None], values / scale)
+    return found
+
+
+def _solve(columns: Any, values: Any) -> list[float]:
+    """Return the least-squares coefficients, 0 or more, of `columns` [num_rows, num_columns] against `values`."""
     used = list(range(columns.shape[1]))
     found: list[float] = [0.0] * columns.shape[1]
     while used:
         scale = np.abs(columns[:, used]).max(axis=0)
         scale[scale == 0] = 1.0
-        solved: Any = np.linalg.lstsq(columns[:, used] / scale, np.ones(len(values)), rcond=None)[0] / scale
+        solved: Any = np.linalg.lstsq(columns[:, used] / scale, values, rcond=None)[0] / scale
         if (solved >= 0).all():
             for index, value in zip(used, solved.tolist(), strict=True):
                 found[index] = value

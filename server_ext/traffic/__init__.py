@@ -4,6 +4,7 @@ The one description of load that the simulator, the benchmarks and the soak shar
 and numpy; no engine, no clock.
 """
 
+from .fit import fitted
 from .generate import AGENT, SMALL, LogNormal, Workload, generate
 from .plan import PlannedSession, PlannedTurn, prompts
 from .read import read_sessions
@@ -15,6 +16,7 @@ __all__ = [
     "PlannedSession",
     "PlannedTurn",
     "Workload",
+    "fitted",
     "generate",
     "prompts",
     "read_sessions",

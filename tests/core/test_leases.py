@@ -211,6 +211,7 @@ def test_finish_believes_the_smallest_of_its_numbers():
     begin(table, BOB, some_ids(9), now_s=0, nonce="b")
     assert table.finish("b", block_ids[2:], 9, some_ids(5), now_s=0)
     pool.give_back(block_ids)
+    assert pool.num_free_blocks() == pool.num_blocks - 4
     assert table.settle("a", 9, ttl_s=None, now_s=0).num_tokens == 8
     assert table.settle("b", 9, ttl_s=None, now_s=0).num_tokens == 5
     assert pool.num_free_blocks() == pool.num_blocks - 4

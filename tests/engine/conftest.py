@@ -30,9 +30,9 @@ PLANS = {
     ),
     # Room for long histories, and for tickets on them beside the longest request.
     "wide": Plan(
-        settings={"budget_fraction": 1.0, "default_ttl_s": 600.0},
-        max_model_len=2560,
-        pool_blocks=255,
+        settings={"budget_fraction": 1.0, "default_ttl_s": 600.0, "default_route": "fetch"},
+        max_model_len=4096,
+        pool_blocks=383,
         prefill_step_tokens=256,
     ),
     # P keeps what it computes, sessions soon reach their budget, and whoever ends leaves a copy of its KV cache.

@@ -173,10 +173,8 @@ def expected_reason(case: Case, expected: Expected, held: Held, num_matched: int
     """
     if case.route != "fetch":
         return "forced"
-    if held.reason is not None:
-        return held.reason
-    if 0 < num_matched < MIN_FETCH_TOKENS:
-        return "below_threshold"
     if expected.diverged_at is not None:
         return f"{first_change or 'messages'}_changed"
-    return "forced"
+    if held.reason is not None:
+        return held.reason
+    return "below_threshold" if 0 < num_matched < MIN_FETCH_TOKENS else "forced"

@@ -31,10 +31,7 @@ TOLERANCE = 1e-3
 LONGEST_PROMPT = 900
 ANSWER = "<|im_start|>assistant\n"
 CLOSING = "<|im_end|>\n"
-DEFAULT_SYSTEM = {
-    "role": "system",
-    "content": "You are a helpful AI assistant named SmolLM, trained by Hugging Face",
-}
+DEFAULT_SYSTEM = {"role": "system", "content": "You are a helpful AI assistant named SmolLM, trained by Hugging Face"}
 STOPS = ("a", "e", "i", "1", " ")
 
 
@@ -77,7 +74,7 @@ class Asked:
     - `messages`: the whole history with it.
     - `body`: what is sent.
     - `predicted_ids`: its ids; exactly those where `exact`.
-    - `changed`: the role of the first message that the caller changed, as a chat completion tells.
+    - `changed`: whether the first message that the caller changed is the system's or another one; None for neither.
     """
 
     path: str
@@ -195,7 +192,7 @@ class Session:
         num_same = num_common(self.messages, messages[:num_old])
         pasts = [past for past in self.pasts if past.num_messages <= num_same]
         changed = None
-        if path.endswith("completions") and len(pasts) < len(self.pasts):
+        if num_same < len(self.messages):
             both = self.messages[num_same : num_same + 1] + messages[num_same : num_same + 1]
             changed = "system" if any(message["role"] == "system" for message in both) else "messages"
         if not pasts:

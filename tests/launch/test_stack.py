@@ -1,5 +1,6 @@
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import psutil
 import pytest
 
+from server_ext.launch import stack
 from server_ext.launch.stack import StackError, ensure_secret, free_ports
 from server_ext.launch.state import EngineRecord, StackState, read_state, stop, write_state
 
@@ -160,6 +162,22 @@ def test_free_ports_are_four_different_ones():
     """P and D never share a port."""
     prefill, decode = free_ports()
     assert len({prefill.http, prefill.side_channel, decode.http, decode.side_channel}) == 4
+
+
+def test_free_ports_are_not_taken_by_outgoing_connections():
+    """Between the choice and the engine's listening, no connection of anybody's can come to have one of them."""
+    for _ in range(20):
+        for ports in free_ports():
+            assert max(ports.http, ports.side_channel) < 32768
+
+
+def test_free_ports_leave_out_those_in_use(monkeypatch):
+    """A port that somebody listens on is not handed out."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        monkeypatch.setattr(stack, "_PORTS", range(taken - 9, taken + 1))
+        for _ in range(20):
+            assert taken not in {port for ports in free_ports() for port in (ports.http, ports.side_channel)}
 
 
 def test_state_is_private_and_survives_a_round_trip(tmp_path):

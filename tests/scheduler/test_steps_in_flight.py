@@ -230,23 +230,6 @@ def test_an_answer_that_ends_within_accepted_drafts(make_harness):
     assert info["lease"]["num_tokens"] == len(PROMPT) + 3
 
 
-def test_slots_for_drafts_are_not_leased(make_harness):
-    """Blocks that only drafts needed go back with the request."""
-    d = make_harness("decode", num_blocks=20, num_spec_tokens=3)
-    prompt = ids(2 * BLOCK_SIZE - 2)
-    begun, request = begin(d, prompt)
-    d.answer(d.step(), 10)
-    d.draft(request, [11, 12, 13])
-    step = d.step()
-    (block_ids,) = d.scheduler.kv_cache_manager.get_block_ids("r")
-    assert len(block_ids) == 3
-    d.answer(step, sampled={"r": [20]})
-    d.abort(request)
-    assert d.num_free == 18
-    assert d.settle(begun, request.all_token_ids)["lease"]["num_blocks"] == 2
-    assert d.num_free == 18
-
-
 @pytest.mark.parametrize("num_accepted", range(4))
 def test_placeholders_of_drafts_in_flight_are_not_leased(make_harness, num_accepted):
     """With drafts and steps in flight together, rejected ones and those of the step in flight are both left out."""

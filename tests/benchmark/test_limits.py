@@ -1,6 +1,6 @@
 import pytest
 
-from bench._model import PrefillRate, attention_tokens, ceiling
+from server_ext.benchmark.limits import PrefillRate, attention_tokens, ceiling
 
 RATE = PrefillRate(fixed_s=0.05, token_s=0.005, attention_tokens=5000.0)
 NO_ATTENTION = float("inf")

@@ -1,0 +1,221 @@
+"""What the pressure run found, and whether that is good enough. Pure.
+
+`summary` is one arm under one load, all its rounds together; `Report` has them all, judges them (`bars`), and is the
+file. Times are as the clients saw them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import median, quantiles
+from typing import TYPE_CHECKING, Any, Final
+
+from bench._pressure_load import POOL_BLOCKS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from bench._others import Other
+    from bench._pressure_cell import Cell
+    from bench._reference import Verdict
+
+NO_LEASES: Final = "no_leases"
+BIDIKV: Final = "bidikv"
+STOCK: Final = "stock_bidirectional"
+STOCK_TUNED: Final = "stock_bidirectional_tuned"
+ARMS: Final = (NO_LEASES, BIDIKV, STOCK, STOCK_TUNED)
+
+MAX_ITL_RATIO: Final = 1.1
+WARM_UP_S: Final = 2.0
+"""Of each measurement: the streams begin together, which is nobody's load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One expectation: `value` is at most `limit`, or at least where `at_least`."""
+
+    name: str
+    value: float
+    limit: float
+    at_least: bool = False
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is met."""
+        return self.value >= self.limit if self.at_least else self.value <= self.limit
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the bar as the file has it."""
+        return {**asdict(self), "pass": self.passed}
+
+
+def gaps_ms(others: Iterable[Other], from_s: float, to_s: float) -> list[float]:
+    """Return the times between tokens of the same stream, in milliseconds, of those that came in a window."""
+    return [
+        (after - before) * 1000
+        for other in others
+        for before, after in pairwise(other.chunk_s)
+        if from_s <= after <= to_s
+    ]
+
+
+def percentile(values: Sequence[float], percent: int) -> float | None:
+    """Return a percentile; None where there are too few values."""
+    if len(values) < 2:
+        return None
+    return quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def summary(cells: Sequence[Cell], verdict: Callable[[Sequence[int], Sequence[int]], Verdict]) -> dict[str, Any]:
+    """Return the numbers of one arm under one load.
+
+    Args:
+        cells: its rounds, at least one.
+        verdict: of a prompt and the tokens of its answer, how they compare with a cold recompute.
+    """
+    return {**_of_others(cells), **_of_sessions(cells), **_of_engine(cells), **_of_tokens(cells, verdict)}
+
+
+def _of_others(cells: Sequence[Cell]) -> dict[str, Any]:
+    rounds = [gaps_ms(cell.others, cell.start_s + WARM_UP_S, cell.end_s) for cell in cells]
+    gaps = [gap for gaps in rounds for gap in gaps]
+    others = [other for cell in cells for other in cell.others]
+    ended = [other for other in others if other.cached_tokens is not None]
+    first_s = [other.chunk_s[0] - other.sent_s for other in others if other.chunk_s]
+    num_tokens = sum(
+        cell.start_s + WARM_UP_S <= at_s <= cell.end_s
+        for cell in cells
+        for other in cell.others
+        for at_s in other.chunk_s
+    )
+    seconds = sum(cell.end_s - cell.start_s - WARM_UP_S for cell in cells)
+    return {
+        "itl_p50_ms": _rounded(percentile(gaps, 50)),
+        "itl_p95_ms": _rounded(percentile(gaps, 95)),
+        "itl_p99_ms": _rounded(percentile(gaps, 99)),
+        "itl_p95_ms_of_rounds": [_rounded(percentile(gaps, 95)) for gaps in rounds],
+        "num_itl": len(gaps),
+        "others_tokens_per_s": _rounded(num_tokens / seconds),
+        "ttft_p50_s": _rounded(median(first_s) if first_s else None, 4),
+        "ttft_p95_s": _rounded(percentile(first_s, 95), 4),
+        "others_answered": len(ended),
+        "others_unanswered": len(others) - len(ended) - sum(other.error is not None for other in others),
+        "others_hit_rate": _rounded(
+            sum(other.cached_tokens or 0 for other in ended) / sum(len(other.prompt_ids) for other in ended)
+            if ended
+            else None,
+            4,
+        ),
+    }
+
+
+def _of_sessions(cells: Sequence[Cell]) -> dict[str, Any]:
+    asked = [one for cell in cells for one in cell.asked]
+    answered = [one for one in asked if one.answer is not None]
+    took_s = [one.ended_s - one.sent_s for one in answered if one.ended_s is not None]
+    return {
+        "turns_answered": len(answered),
+        "turns_unanswered": sum(one.ended_s is None for one in asked),
+        "turn_p50_s": _rounded(median(took_s) if took_s else None, 4),
+        "turn_p95_s": _rounded(percentile(took_s, 95), 4),
+        "outcomes": dict(
+            sorted(Counter(_came(one.answer.outcome, one.answer.reason) for one in answered if one.answer).items())
+        ),
+        "demanded_percent": round(100 * max(cell.peaks.demanded for cell in cells) / POOL_BLOCKS),
+    }
+
+
+def _came(outcome: str, reason: str | None) -> str:
+    return f"{outcome}: {reason}" if reason else outcome
+
+
+def _of_engine(cells: Sequence[Cell]) -> dict[str, Any]:
+    def grown(name: str, **labels: str) -> int:
+        return round(sum(cell.after.get(name, **labels) - cell.before.get(name, **labels) for cell in cells))
+
+    def grown_by_reason(name: str) -> dict[str, int]:
+        reasons = {reason for cell in cells for reason in cell.after.by(name, "reason")}
+        return {reason: grown(name, reason=reason) for reason in sorted(reasons)}
+
+    shed = {kind: grown_by_reason(f"bidikv_lease_{kind}_total") for kind in ("revocations", "clips", "rejections")}
+    return {
+        "preemptions": grown("vllm:num_preemptions_total"),
+        "leases_granted": grown("bidikv_lease_grants_total"),
+        "leases_shed": {kind: reasons for kind, reasons in shed.items() if reasons},
+        "revoked_blocks": grown("bidikv_revoked_blocks_total"),
+        "leases_expired": grown("bidikv_lease_expiries_total"),
+        "tickets_opened": grown("bidikv_tickets_total", event="opened"),
+        "tickets_refused": grown_by_reason("bidikv_ticket_refusals_total"),
+        "stale_reads": grown("bidikv_stale_reads_total"),
+        "held_blocks_peak": max(cell.peaks.held for cell in cells),
+        "ticket_blocks_peak": max(cell.peaks.ticketed for cell in cells),
+        "pool_used_peak": _rounded(max(cell.peaks.used for cell in cells)),
+        "blocks_left": max((cell.blocks_left for cell in cells if cell.blocks_left is not None), default=None),
+    }
+
+
+def _of_tokens(cells: Sequence[Cell], verdict: Callable[[Sequence[int], Sequence[int]], Verdict]) -> dict[str, Any]:
+    answers = [(other.prompt_ids, other.token_ids) for cell in cells for other in cell.others]
+    of_turns = [(one.answer.prompt_ids, one.answer.token_ids) for cell in cells for one in cell.asked if one.answer]
+    verdicts = [verdict(*answer) for answer in (*answers, *of_turns)]
+    texts = [one.error for cell in cells for one in cell.others] + [one.error for cell in cells for one in cell.asked]
+    errors = [text for text in texts if text is not None]
+    return {
+        "tokens_checked": sum(len(ids) for _, ids in (*answers, *of_turns)),
+        "tokens_wrong": sum(one.num_wrong for one in verdicts),
+        "near_ties": sum(one.num_near_ties for one in verdicts),
+        "errors": len(errors),
+        "error_texts": sorted(set(errors))[:5],
+    }
+
+
+def _rounded(value: float | None, digits: int = 2) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+@dataclass(frozen=True)
+class Report:
+    """All arms under all loads.
+
+    * **load** - percent of the pool -> arm -> `summary`.
+    * **setup** - what was run: sizes, times, rounds.
+    * **machine**, **versions** - of it.
+    """
+
+    load: Mapping[int, Mapping[str, Mapping[str, Any]]]
+    setup: Mapping[str, Any]
+    machine: str
+    versions: Mapping[str, str]
+
+    def bars(self) -> list[Bar]:
+        """Judge our arm against the one without leases."""
+        return [bar for percent, arms in self.load.items() for bar in _bars(percent, arms[BIDIKV], arms[NO_LEASES])]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of the file."""
+        return {
+            "machine": self.machine,
+            "versions": dict(self.versions),
+            "setup": dict(self.setup),
+            "load": {str(percent): dict(arms) for percent, arms in self.load.items()},
+            "bars": [bar.to_json() for bar in self.bars()],
+        }
+
+
+def _bars(percent: int, ours: Mapping[str, Any], without: Mapping[str, Any]) -> list[Bar]:
+    num_shed = sum(sum(reasons.values()) for reasons in ours["leases_shed"].values())
+    ratio = ours["itl_p95_ms"] / without["itl_p95_ms"] if ours["itl_p95_ms"] and without["itl_p95_ms"] else float("inf")
+    unanswered = ours["others_unanswered"] + ours["turns_unanswered"]
+    return [
+        Bar(f"{percent} %: sessions would hold, in % of the pool", ours["demanded_percent"], percent, at_least=True),
+        Bar(f"{percent} %: preemptions, beyond those without leases", ours["preemptions"] - without["preemptions"], 0),
+        Bar(f"{percent} %: others' inter-token p95, of that without leases", round(ratio, 3), MAX_ITL_RATIO),
+        Bar(f"{percent} %: leases shed and counted", num_shed, 1, at_least=True),
+        Bar(f"{percent} %: not answered (deadlock)", unanswered, 0),
+        Bar(f"{percent} %: errors", ours["errors"], 0),
+        Bar(f"{percent} %: wrong tokens", ours["tokens_wrong"], 0),
+        Bar(f"{percent} %: stale reads", ours["stale_reads"], 0),
+        Bar(f"{percent} %: blocks left behind", ours["blocks_left"], 0),
+    ]

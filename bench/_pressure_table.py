@@ -1,0 +1,142 @@
+"""The pressure run as a page of the documentation. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from bench._pressure import ARMS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from bench._pressure import Report
+
+_HEAD: Final = """\
+# Leases under memory pressure
+
+Written by `make pressure`, which runs one prefill and one decode engine (vLLM {vllm}) on {machine}. Sessions come
+that would hold more than D has, while other requests run on D. Does holding hurt those others?
+
+## What is compared
+
+| arm | what it is |
+|---|---|
+| `no_leases` | stock vLLM P/D: its own NIXL connector, nothing is held after a turn, a proxy in the benchmark |
+| `bidikv` | this project: leases take at most half of D's blocks (the default), all turns go by P (`fetch`) |
+| `stock_bidirectional` | stock engines with `bidirectional_kv_xfer`; D holds each turn for its default, 480 s |
+| `stock_bidirectional_tuned` | the same, but D holds as long as our leases last: {ttl_s} s |
+
+All arms have the same model (random weights; decoding costs what it costs, answers are compared token by token),
+the same pools ({pool_blocks} blocks of 32 tokens on D and on P), the same flags otherwise, empty caches at the
+start, and the same load, drawn from seeds:
+
+- **Sessions**: as many at a time as hold 120, 200 or 400 % of D's pool after their first turns ({slots}). Turns
+  come at a fixed rate, {rate:g} a second, so that only what is held grows with the load. A session has up to four
+  turns, of some 550 tokens and then about 60 more each, then ends, and another begins.
+- **Others**: {others} streams of completions without a session on D, one request after the other, each of 304
+  tokens and {other_tokens} more in the answer; 256 of the 304 are the prompt of one of eight apps, so their
+  prefix-cache hit rate means something.
+
+Each measurement takes {seconds:g} s, and {grace:g} s more for what is still running. `no_leases` and `bidikv`
+take turns, {rounds} rounds each, while the engines of the other one are frozen; inter-token times are of both
+rounds together, the first two seconds left out. The stock arms run once per load, each time on new engines, for
+nothing but their end gives back what D holds for eight minutes. Times of real agents are divided by {scale}: a
+lease of 60 s lives {ttl_s} s here. The hold time at the default stays as it is.
+
+What favours whom: `no_leases` and the stock arms have their proxy in the benchmark's process, while our turns are
+conducted by D's API server, which also serves the others' streams: that counts against us. Where P reads a lease it
+computes less, and on two cores that leaves more for D: that counts for us. Stock engines get our pause of NIXL's
+polling thread, without which each would burn a core. D's engine has one core to itself in all arms, and everything
+else shares the rest. The proxy drops a handle before P would decline it, as vLLM's
+own example does. P's prefix cache is on everywhere, and as small as D's.
+
+## What was found
+
+Inter-token times (ITL) and the hit rate are the others'. *Held* is the most of D's blocks that was held between
+turns, *tickets* the most in open tickets: those blocks no request can take back, so they are counted apart.
+"""
+
+_COLUMNS: Final = (
+    ("ITL p50", "itl_p50_ms", "{:.1f} ms"),
+    ("ITL p95", "itl_p95_ms", "{:.1f} ms"),
+    ("ITL p99", "itl_p99_ms", "{:.1f} ms"),
+    ("tokens/s", "others_tokens_per_s", "{:.0f}"),
+    ("TTFT p50", "ttft_p50_s", "{:.2f} s"),
+    ("hit rate", "others_hit_rate", "{:.0%}"),
+    ("preemptions", "preemptions", "{}"),
+    ("held", "held_blocks_peak", "{}"),
+    ("tickets", "ticket_blocks_peak", "{}"),
+    ("turn p50", "turn_p50_s", "{:.2f} s"),
+    ("turns answered", "turns_answered", "{}"),
+    ("unanswered", "unanswered", "{}"),
+    ("errors", "errors", "{}"),
+    ("wrong tokens", "tokens_wrong", "{}"),
+)
+
+
+def page(report: Report) -> str:
+    """Return the page."""
+    setup = report.setup
+    head = _HEAD.format(
+        vllm=report.versions["vllm"],
+        machine=report.machine,
+        pool_blocks=setup["pool_blocks"],
+        slots=", ".join(str(slots) for slots in setup["sessions_at_a_time"].values()),
+        rate=setup["turns_per_s"],
+        others=setup["others_at_a_time"],
+        other_tokens=setup["others_answer_tokens"],
+        seconds=setup["duration_s"],
+        grace=setup["grace_s"],
+        rounds=setup["rounds"],
+        scale=setup["time_scale"],
+        ttl_s=setup["lease_ttl_s"],
+    )
+    parts = [head]
+    for percent, arms in report.load.items():
+        parts += [f"\n### {percent} % of the pool\n", _table(arms), _leases(arms["bidikv"]), _outcomes(arms)]
+    return "\n".join([*parts, "## The bars\n", *_bars(report)]) + "\n"
+
+
+def _table(arms: Mapping[str, Mapping[str, Any]]) -> str:
+    lines = ["| arm | " + " | ".join(title for title, _, _ in _COLUMNS) + " |"]
+    lines.append("|---|" + "---:|" * len(_COLUMNS))
+    for name in ARMS:
+        if name in arms:
+            found = arms[name]
+            found = {**found, "unanswered": found["others_unanswered"] + found["turns_unanswered"]}
+            cells = (_cell(found[key], form) for _, key, form in _COLUMNS)
+            lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(value: Any, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _leases(ours: Mapping[str, Any]) -> str:
+    shed = ", ".join(
+        f"{kind} {number} (`{reason}`)"
+        for kind, reasons in ours["leases_shed"].items()
+        for reason, number in reasons.items()
+        if number
+    )
+    return (
+        f"\nOur leases: {ours['leases_granted']} granted, {ours['leases_expired']} expired; shed: {shed or 'none'}; "
+        f"{ours['revoked_blocks']} blocks taken back for requests; {ours['tickets_opened']} tickets, "
+        f"{ours['tickets_refused'].get('over_budget', 0)} refused over their cap.\n"
+    )
+
+
+def _outcomes(arms: Mapping[str, Mapping[str, Any]]) -> str:
+    came = ", ".join(f"{number} {name}" for name, number in arms["bidikv"]["outcomes"].items())
+    return f"Our turns: {came}.\n"
+
+
+def _bars(report: Report) -> list[str]:
+    lines = ["| expected | found | limit | |", "|---|---:|---:|---|"]
+    lines += [
+        f"| {bar.name} | {bar.value:g} | {'at least' if bar.at_least else 'at most'} {bar.limit:g} "
+        f"| {'met' if bar.passed else '**missed**'} |"
+        for bar in report.bars()
+    ]
+    return lines

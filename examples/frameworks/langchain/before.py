@@ -1,0 +1,16 @@
+"""A LangChain agent."""
+
+from langchain.agents import create_agent
+from langchain_core.messages import HumanMessage
+from langchain_openai import ChatOpenAI
+from langgraph.checkpoint.memory import InMemorySaver
+from pydantic import SecretStr
+
+from examples.frameworks.task import INSTRUCTIONS, MODEL, QUESTIONS, URL, look
+
+model = ChatOpenAI(base_url=URL, api_key=SecretStr("none"), model=MODEL)
+agent = create_agent(model, [look], system_prompt=INSTRUCTIONS, checkpointer=InMemorySaver())
+
+for question in QUESTIONS:
+    state = agent.invoke({"messages": [HumanMessage(question)]}, {"configurable": {"thread_id": "trips"}})
+    print(state["messages"][-1].text)

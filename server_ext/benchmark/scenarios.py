@@ -1,0 +1,175 @@
+"""What the agents of a benchmark do: the same conversations for every arm, drawn from a seed. Pure.
+
+`Scenario.scripts(round)` turns planned sessions into text: common words, about a token each.
+"""
+
+from __future__ import annotations
+
+import bisect
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from server_ext.traffic import PlannedSession, PlannedTurn, prompts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+# Common enough to be one token each in most vocabularies.
+_WORDS: Final = tuple(
+    word
+    for line in (
+        "the of and to in is for that it was on with as be by at this have from or had not are but what all were when",
+        "we there can an your which their said if do will each about how up out them then she many some so these would",
+        "other into has more her two like him see time could no make than first been its who now people my made over",
+        "down only way find use may water long little very after words called just where most know get through back",
+    )
+    for word in line.split()
+)
+_SYSTEM_SHARE: Final = 0.5
+"""Of a first prompt, what is the system's; the rest is the user's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One turn that an agent will ask."""
+
+    delta: str
+    """What the user or the tool says."""
+    output_tokens: int
+    gap_s: float
+    """Seconds between the end of the turn before and this one."""
+    rewind_to: int | None
+    """Number of turns that stay before this one; None for all, which is an agent that only appends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """One agent's conversation; `number` counts within the round."""
+
+    number: int
+    start_s: float
+    system: str
+    asks: tuple[Ask, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Conversations of one kind.
+
+    - `plan`: sessions of one round, from a seed of that round.
+    - `arms`: names of the arms that run it; the first one is what the others are compared with.
+    - `at_once`: how many agents run at the same time; None for all that have started (open loop).
+    - `num_beside`: other requests that decode on the same engines during the second half of each agent's turns, for
+      which agents must run one by one.
+    - `points`: history lengths, in tokens, at which later turns are reported apart.
+
+    Raises:
+        ValueError: requests beside several agents.
+    """
+
+    name: str
+    what: str
+    plan: Callable[[int], Iterable[PlannedSession]]
+    arms: tuple[str, ...]
+    at_once: int | None = 1
+    num_beside: int = 0
+    points: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_beside and self.at_once != 1:
+            msg = f"scenario {self.name}: requests beside the agents need at_once=1, got {self.at_once}"
+            raise ValueError(msg)
+
+    def scripts(self, round_number: int, *, seed: int) -> list[Script]:
+        """Return one round's conversations, with text."""
+        # The same in every process: Python's own hash of a string is not.
+        draw = random.Random(f"{self.name}/{seed}/{round_number}")  # noqa: S311 (made-up text)
+        return [_script(number, session, draw) for number, session in enumerate(self.plan(draw.randrange(1 << 31)))]
+
+
+def growing(
+    first_tokens: Sequence[int], *, num_turns: int, delta_tokens: tuple[int, int], output_tokens: int
+) -> Callable[[int], list[PlannedSession]]:
+    """Plan agents that grow evenly.
+
+    Args:
+        first_tokens: [agents], of their first prompts.
+        num_turns: of each, the first included.
+        delta_tokens: least and most that a later turn adds.
+        output_tokens: of each answer.
+    """
+
+    def plan(seed: int) -> list[PlannedSession]:
+        draw = random.Random(seed)  # noqa: S311 (made-up load)
+        return [
+            PlannedSession(
+                0.0,
+                tuple(
+                    PlannedTurn(0.0, turn > 0, draw.randint(*delta_tokens) if turn else first, output_tokens)
+                    for turn in range(num_turns)
+                ),
+            )
+            for first in first_tokens
+        ]
+
+    return plan
+
+
+def _script(number: int, session: PlannedSession, draw: random.Random) -> Script:
+    first = session.turns[0].delta_tokens
+    num_system = int(first * _SYSTEM_SHARE)
+    asks: list[Ask] = []
+    contexts: list[int] = []
+    for turn, (prompt, kept) in zip(session.turns, prompts(session), strict=True):
+        # What was edited begins anew behind the last turn that stays whole.
+        stays = len(contexts) if turn.kept_tokens is None else bisect.bisect_right(contexts, kept)
+        rewind_to = None if stays == len(contexts) else stays
+        before = contexts[stays - 1] if stays else num_system
+        asks.append(Ask(_words(prompt - before, draw), turn.output_tokens, turn.gap_s, rewind_to))
+        contexts = [*contexts[:stays], prompt + turn.output_tokens]
+    return Script(number, session.start_s, _words(num_system, draw), tuple(asks))
+
+
+def _words(num: int, draw: random.Random) -> str:
+    return " ".join(draw.choices(_WORDS, k=max(num, 1)))
+
+
+def find_delta_ids(prompt: Sequence[int], history: Sequence[int]) -> list[int]:
+    """Return what a turn added to the history, as token ids.
+
+    Args:
+        prompt: of the turn.
+        history: the prompt and the answer of the turn that it continues; empty for none.
+
+    Raises:
+        ValueError: The prompt does not begin with the history.
+    """
+    if list(prompt[: len(history)]) != list(history):
+        msg = "a turn does not continue the one before it, token for token; use a model whose template only appends"
+        raise ValueError(msg)
+    return list(prompt[len(history) :])
+
+
+OWN_ARMS: Final = ("no_reuse", "prefill_cache", "local", "fetch", "auto")
+"""The ways that one running pair of engines offers; the first is what all are compared with."""
+STOCK_ARMS: Final = ("stock_bidirectional", "aggregated")
+"""Those that need engines of their own."""
+
+LONG_AGENT: Final = Scenario(
+    name="long_agent",
+    what="One agent at a time with a long history, 64 to 128 new tokens a turn, 32 generated; the second half of its "
+    "turns beside two requests that decode all the time.",
+    plan=growing((2_000, 3_000), num_turns=7, delta_tokens=(64, 128), output_tokens=32),
+    arms=(*OWN_ARMS, *STOCK_ARMS),
+    num_beside=2,
+    points=(2_000, 3_000),
+)
+SHORT_CHAT: Final = Scenario(
+    name="short_chat",
+    what="One chat at a time: a first prompt of 150 tokens, 30 to 60 new tokens a turn, 32 generated; the second half "
+    "of its turns beside two requests that decode all the time.",
+    plan=growing((150, 150, 150), num_turns=5, delta_tokens=(30, 60), output_tokens=32),
+    arms=(*OWN_ARMS, *STOCK_ARMS),
+    num_beside=2,
+)

@@ -1,0 +1,92 @@
+"""Runs one scenario over the arms that there are, and makes the file of several.
+
+`run_scenario` is all that the command and the scripts call: it warms the engines up, runs the rounds, and returns what
+the arms showed, with the rates of the same run.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from server_ext.benchmark.limits import MeasuredRates
+from server_ext.benchmark.rounds import Reference, run_rounds
+from server_ext.benchmark.summary import ScenarioResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from server_ext.benchmark.arms import Arm, Complete
+    from server_ext.benchmark.rounds import ArmRound
+    from server_ext.benchmark.scenarios import Scenario
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the arithmetic of limits needs to know of the model: see `limits`."""
+
+    name: str
+    attention_tokens: float
+    kv_bytes_per_token: int
+
+
+async def run_scenario(
+    scenario: Scenario,
+    make_arms: Callable[[Reference], Mapping[str, Arm]],
+    *,
+    model: Model,
+    num_rounds: int,
+    seed: int,
+    beside: Mapping[str, Complete],
+    on_part: Callable[[ArmRound], None],
+    max_seconds: float | None = None,
+) -> ScenarioResult:
+    """Run a scenario.
+
+    Args:
+        scenario: the conversations.
+        make_arms: its arms by name, given what the reference arm records; that one is the first.
+        model: of the engines.
+        num_rounds: how often each arm runs.
+        seed: of conversations and orders.
+        beside: by arm, see `run_rounds`.
+        on_part: called after each arm's part of each round.
+        max_seconds: no other round begins once so much time is over; None for no limit.
+    """
+    reference = Reference()
+    arms = make_arms(reference)
+    short_prefills = []
+    for arm in arms.values():
+        await arm.prepare()
+        short_prefills += await arm.warm_up()
+    found = ScenarioResult(scenario, reference)
+    started_s = time.perf_counter()
+
+    def is_over() -> bool:
+        return max_seconds is not None and time.perf_counter() - started_s > max_seconds
+
+    async for part in run_rounds(
+        scenario, arms, reference=reference, num_rounds=num_rounds, seed=seed, beside=beside, is_over=is_over
+    ):
+        found.add(part)
+        on_part(part)
+    if any(sample.fetched_tokens for sample in found.samples):
+        found.rates = MeasuredRates.fit(
+            found.samples,
+            short_prefills=short_prefills,
+            attention_tokens=model.attention_tokens,
+            kv_bytes_per_token=model.kv_bytes_per_token,
+        )
+    return found
+
+
+def to_file(
+    results: Iterable[ScenarioResult], *, machine: Mapping[str, Any], versions: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the content of `bench.json`."""
+    return {
+        "machine": dict(machine),
+        "versions": dict(versions),
+        "scenarios": {one.scenario.name: one.to_json() for one in results},
+    }

@@ -1,0 +1,91 @@
+"""Writes a result file's content (see `summary`) as Markdown: what each arm costs, scenario by scenario. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_HEAD = (
+    "arm",
+    "TTFT p50",
+    "p95",
+    "p99",
+    "against no_reuse",
+    "first turn",
+    "others' ITL p50",
+    "p95",
+    "turns/s",
+    "MB moved / turn",
+    "pinned MB·s / token saved",
+    "of the floor",
+    "tokens wrong",
+)
+
+
+def to_markdown(result: Mapping[str, Any]) -> str:
+    """Return all scenarios' tables.
+
+    Args:
+        result: the content of `bench.json`.
+    """
+    parts = []
+    for name, scenario in result["scenarios"].items():
+        arms: dict[str, Any] = scenario["arms"]
+        parts += [f"### {name}", "", scenario["what"], ""]
+        parts += _table(_HEAD, (_row(arm, figures) for arm, figures in arms.items()))
+        points = list(next(iter(arms.values()))["points"])
+        if points:
+            parts += ["", "By length of the history:", ""]
+            head = ["arm", *(f"{name} at {int(point):,}" for point in points for name in ("TTFT", "ratio", "limit"))]
+            parts += _table(head, (_point_row(arm, figures) for arm, figures in arms.items()))
+        parts += [""]
+    return "\n".join(parts)
+
+
+def _row(arm: str, figures: Mapping[str, Any]) -> list[str]:
+    ttft, beside = figures["ttft_s"], figures["itl_beside_s"]
+    turns = figures["turns"] or 1
+    pinned = figures["pinned_byte_s_per_avoided_token"]
+    return [
+        f"`{arm}`",
+        *(_time(ttft.get(name)) for name in ("p50", "p95", "p99")),
+        _ratio(figures["speedup"]),
+        _time(figures["ttft_first_turn_s"].get("p50")),
+        *(_time(beside.get(name)) for name in ("p50", "p95")),
+        f"{figures['turns_per_s']:.2f}" if figures["turns_per_s"] else "",
+        f"{figures['bytes_moved'] / 1e6 / turns:.1f}",
+        f"{pinned / 1e6:.2f}" if pinned is not None else "",
+        f"{figures['floor_ratio_p50']:.2f}x" if figures["floor_ratio_p50"] else "",
+        str(figures["tokens_wrong"]),
+    ]
+
+
+def _point_row(arm: str, figures: Mapping[str, Any]) -> list[str]:
+    cells = [f"`{arm}`"]
+    for point in figures["points"].values():
+        limit = point["ceiling_p50"]
+        cells += [_time(point["ttft_s"].get("p50")), _ratio(point["speedup"]), f"{limit:.1f}x" if limit else ""]
+    return cells
+
+
+def _table(head: Iterable[str], rows: Iterable[list[str]]) -> list[str]:
+    head = list(head)
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def _time(estimate: Mapping[str, float] | None) -> str:
+    """Write a time with its interval, in a unit that suits it."""
+    if estimate is None:
+        return ""
+    factor, unit, digits = (1e3, "ms", 1) if estimate["high"] < 1 else (1.0, "s", 2)
+    value, low, high = (estimate[name] * factor for name in ("value", "low", "high"))
+    return f"{value:.{digits}f} {unit} ({low:.{digits}f} to {high:.{digits}f})"
+
+
+def _ratio(estimate: Mapping[str, float] | None) -> str:
+    if estimate is None:
+        return ""
+    return f"{estimate['value']:.2f}x ({estimate['low']:.2f} to {estimate['high']:.2f})"
