@@ -28,7 +28,7 @@ _GATE: Final = 3.5
 # A strange one is forgotten after so many that were as expected.
 _MAX_SINCE_ASIDE: Final = 8
 # News change rates rather than fixed costs: a link gets slower, the call over it stays a call.
-_FIXED_MOBILITY: Final = 0.3
+_FIXED_MOBILITY: Final = 0.1
 # Of one observation: after some dozens nobody hopes for what was before them.
 _HOPE_FADES: Final = 0.02
 # Hope has an end: nothing gets ten times faster by being known better.

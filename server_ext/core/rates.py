@@ -2,15 +2,15 @@
 
 `LearnedRates` begins at the limit model's shape, and each observation moves it: `observe_prefill`, `observe_append`,
 `observe_fetch` and `observe_handover` once a turn, `observe_step` once a step of the decode engine. Unobserved costs
-borrow from their likes: appending from prefilling (the same model), a pair's hand-over from its fetches and the other
-way round (the same link). Pure; imports `linear_fit` only.
+borrow from their likes: appending and prefilling from each other (the same model), and so do a pair's hand-overs and
+fetches (the same link). Pure; imports `linear_fit` only.
 """
 
 import copy
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from .linear_fit import LinearFit
+from .linear_fit import LinearFit, Three
 
 
 class Rates(Protocol):
@@ -58,7 +58,7 @@ class ConstantRates:
 # What a call to an engine costs beyond its computation, on fast machines; and a step that generates.
 _PREFILL_FIXED_S: Final = 0.010
 _DECODE_STEP_S: Final = 0.020
-# So many appends say little about the shape of their cost.
+# So many turns of one engine say little about the shape of its cost.
 _FEW: Final = 4
 # Of a new observation in a running mean; it counts as at most so many times what was expected.
 _WEIGHT: Final = 0.1
@@ -77,6 +77,37 @@ class _Pair:
         self.has_fetched = self.has_handed_over = False
 
 
+class _Computing:
+    """What computing costs on one engine: the shape that both engines have shown, at this one's speed."""
+
+    __slots__ = ("_first", "_priors", "fit")
+
+    def __init__(self, priors: Three) -> None:
+        self.fit = LinearFit(*priors)
+        self._priors = priors
+        self._first: list[tuple[float, int, int]] = []
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether there was any prompt."""
+        return bool(self._first)
+
+    def observe(self, seconds: float, num_tokens: int, second: int) -> None:
+        """Learn from one prompt."""
+        if len(self._first) < _FEW:
+            self._first.append((seconds, num_tokens, second))
+        else:
+            self.fit.observe(seconds, num_tokens, second)
+
+    def read_again(self, shape: LinearFit) -> None:
+        """Read this engine's few prompts again in a shape that is better known by now: one tells a speed only."""
+        if len(self._first) < _FEW:
+            self.fit = LinearFit(*self._priors)
+            self.fit.take_from(shape)
+            for first in self._first:
+                self.fit.observe(*first)
+
+
 class LearnedRates:
     """Rates of one decode engine and its prefill engines, learned online. Never negative, never NaN.
 
@@ -91,9 +122,9 @@ class LearnedRates:
         self._prior = prior = prior if prior is not None else ConstantRates()
         token_s = 1 / prior.prefill_tokens_per_s
         priors = _PREFILL_FIXED_S, token_s, token_s / prior.attention_tokens
-        self._compute_priors = priors
-        self._prefill, self._append = LinearFit(*priors), LinearFit(*priors)
-        self._first_appends: list[tuple[float, tuple[float, float]]] = []
+        # Of both engines together: they compute the same model.
+        self._shape = LinearFit(*priors)
+        self._prefill, self._append = _Computing(priors), _Computing(priors)
         self._pairs: dict[str, _Pair] = {}
         self._default_pair = _Pair(prior)
         self._decode_step_s: float | None = None
@@ -115,12 +146,11 @@ class LearnedRates:
 
     def prefill_s(self, num_tokens: int, *, num_cached: int = 0) -> float:
         """Return how long P takes to compute `num_tokens` behind `num_cached` tokens, the call included."""
-        return self._expect(self._prefill, num_tokens, num_tokens * (2 * num_cached + num_tokens))
+        return self._expect(self._prefill.fit, num_tokens, num_tokens * (2 * num_cached + num_tokens))
 
     def append_s(self, num_tokens: int, *, num_cached: int = 0) -> float:
         """Return how long D takes to compute `num_tokens` behind `num_cached` tokens, up to the first new token."""
-        fit = self._append if self._append.num_observed else self._prefill
-        return self._expect(fit, num_tokens, num_tokens * (2 * num_cached + num_tokens))
+        return self._expect(self._append.fit, num_tokens, num_tokens * (2 * num_cached + num_tokens))
 
     def stall_s(self, num_tokens: int, *, num_cached: int = 0) -> float:
         """Return how long computing so many tokens on D holds up each request that generates there meanwhile."""
@@ -156,25 +186,19 @@ class LearnedRates:
 
     def observe_prefill(self, seconds: float, num_tokens: int, *, num_cached: int = 0) -> None:
         """Learn from P's work on a prompt, without its fetch."""
-        self._prefill.observe(seconds, num_tokens, num_tokens * (2 * num_cached + num_tokens))
-        if 0 < len(self._first_appends) < _FEW:
-            self._read_first_appends()
+        self._observe_computing(self._prefill, seconds, num_tokens, num_cached)
 
     def observe_append(self, seconds: float, num_tokens: int, *, num_cached: int = 0) -> None:
         """Learn from D's work on a prompt, up to its first new token."""
-        features = (num_tokens, num_tokens * (2 * num_cached + num_tokens))
-        if len(self._first_appends) < _FEW:
-            self._first_appends.append((seconds, features))
-            self._read_first_appends()
-        else:
-            self._append.observe(seconds, *features)
+        self._observe_computing(self._append, seconds, num_tokens, num_cached)
 
-    def _read_first_appends(self) -> None:
-        """Read the few appends again in the shape that prefilling has by now: one of them tells a speed only."""
-        self._append = LinearFit(*self._compute_priors)
-        self._append.take_from(self._prefill)
-        for seconds, features in self._first_appends:
-            self._append.observe(seconds, *features)
+    def _observe_computing(self, engine: "_Computing", seconds: float, num_tokens: int, num_cached: int) -> None:
+        second = num_tokens * (2 * num_cached + num_tokens)
+        self._shape.observe(seconds, num_tokens, second)
+        engine.observe(seconds, num_tokens, second)
+        self._append.read_again(self._shape)
+        if self._prefill.is_observed:  # else P stays as fast as the prior has it, so that it is tried
+            self._prefill.read_again(self._shape)
 
     def observe_fetch(self, seconds: float, num_bytes: int, *, pair: str = "") -> None:
         """Learn from P's read; a pair's first one has its handshake in it, and says nothing of the next."""

@@ -103,6 +103,16 @@ def test_one_append_tells_a_speed_and_prefills_the_shape():
     assert rates.append_s(10, num_cached=2000) == pytest.approx(0.12, rel=0.3)
 
 
+def test_one_long_append_and_short_prefills_tell_the_cost_of_a_short_append():
+    """Two engines' few turns of different lengths are read together, as on the machine where these were measured."""
+    rates = LearnedRates(ConstantRates(attention_tokens=6100))
+    rates.observe_append(1.53, 1284)
+    for num_cached in (1307, 1412, 1517, 1622):
+        rates.observe_prefill(0.15, 82, num_cached=num_cached)
+    assert rates.append_s(82, num_cached=1700) < 0.26  # 0.2 s it was; by that append alone it would be 0.37 s
+    assert 1.2 < rates.prefill_s(1500) < 2.2  # 1.8 s it was
+
+
 def test_steps_show_what_a_prompt_on_d_costs_its_streams():
     """The extra time of steps with prompt tokens in them is what each stream waits, per token."""
     rates = LearnedRates()
