@@ -25,9 +25,10 @@ from bench._machine import versions
 from bench._plain_engine import PlainEngine
 from bench._show import verdict
 from bidikv_sdk import AsyncBidiKV
+from server_ext.analysis.hardware import read_model
 from server_ext.benchmark.arms import ROUTES, PlainArm, SessionArm, one_engine
 from server_ext.benchmark.engines import RunningEngines, prefill_cache_of
-from server_ext.benchmark.limits import attention_tokens, kv_bytes_per_token
+from server_ext.benchmark.limits import kv_bytes_per_token
 from server_ext.benchmark.page import write_page, write_plots
 from server_ext.benchmark.scenarios import LONG_AGENT, SHORT_CHAT, STOCK_ARMS
 from server_ext.benchmark.suite import Model, run_scenario, to_file
@@ -94,8 +95,10 @@ def main() -> int:
     """Run the benchmark and return the exit status."""
     options = _options()
     model = ensure_smollm2(console.print)
-    config = json.loads((model / "config.json").read_text("utf-8"))
-    facts = Model(SMOLLM2, attention_tokens(config), kv_bytes_per_token(config))
+    config = model / "config.json"
+    # The engines compute in float32, whatever the weights were made in.
+    kv_bytes = kv_bytes_per_token(json.loads(config.read_text("utf-8")))
+    facts = Model(SMOLLM2, read_model(config).attention_tokens, kv_bytes)
     OUT.mkdir(exist_ok=True)
     folder = OUT / "bench-engines"
     folder.mkdir(exist_ok=True)

@@ -22,7 +22,7 @@ from bench._show import HEADER, comparison, row, verdict
 from bench._turns import Recorder
 from bidikv_sdk import BidiKV, BidiKVError
 from examples.agents.coding_agent import CHAT, GUIDELINES, run
-from server_ext.benchmark.limits import attention_tokens
+from server_ext.analysis.hardware import read_model
 from server_ext.launch.command import ROLES, StackConfig
 from server_ext.launch.model import SMOLLM2, ModelError, ensure_smollm2
 from server_ext.launch.stack import StackError, ensure_secret, free_ports, running_stack
@@ -96,7 +96,7 @@ def measure(stack: Stack) -> Result:
         idle_lease_state=idle_lease_state,
         versions=versions(),
         short_prefills=short_prefills,
-        attention_tokens=attention_tokens(json.loads((Path(stack.config.model) / "config.json").read_text("utf-8"))),
+        attention_tokens=read_model(Path(stack.config.model) / "config.json").attention_tokens,
     )
 
 

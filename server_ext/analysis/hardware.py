@@ -34,6 +34,11 @@ class Model:
     max_context_tokens: int
     source: str
 
+    @property
+    def attention_tokens(self) -> float:
+        """Length of a prompt at which attention costs as much as all else."""
+        return self.num_active_params / (self.num_layers * self.attention_dim)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:

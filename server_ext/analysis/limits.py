@@ -71,7 +71,7 @@ class Limits:
     @property
     def attention_tokens(self) -> float:
         """Length at which attention costs as much as all else."""
-        return self.model.num_active_params / (self.model.num_layers * self.model.attention_dim)
+        return self.model.attention_tokens
 
     @property
     def fetch_s_per_token(self) -> float:

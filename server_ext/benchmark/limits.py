@@ -28,18 +28,6 @@ if TYPE_CHECKING:
     from server_ext.benchmark.samples import Sample
 
 
-def attention_tokens(config: Mapping[str, Any]) -> float:
-    """Return the length, in tokens, at which attention costs as much as the weights (A).
-
-    Args:
-        config: `config.json` of a Llama-like model.
-    """
-    hidden = config["hidden_size"]
-    kv_width = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
-    num_weights_per_layer = 2 * hidden * (hidden + kv_width) + 3 * hidden * config["intermediate_size"]
-    return float(num_weights_per_layer / hidden)  # both P and L D have L in them
-
-
 @dataclass(frozen=True, slots=True)
 class PrefillRate:
     """How fast a prefill engine computes."""

@@ -144,8 +144,7 @@ def _model(text: str | None, card: Mapping[str, Any]) -> Model:
     from server_ext.benchmark.suite import Model
 
     found = find_model(text or str(card.get("root") or card["id"]))
-    attention_tokens = found.num_active_params / (found.num_layers * found.attention_dim)
-    return Model(str(card["id"]), attention_tokens, found.kv_bytes_per_token)
+    return Model(str(card["id"]), found.attention_tokens, found.kv_bytes_per_token)
 
 
 def _arms(text: str, aggregated_url: str | None) -> tuple[str, ...]:

@@ -1,6 +1,9 @@
+import json
+
 import pytest
 
-from server_ext.benchmark.limits import PrefillRate, attention_tokens, ceiling
+from server_ext.analysis.hardware import read_model
+from server_ext.benchmark.limits import PrefillRate, ceiling
 
 RATE = PrefillRate(fixed_s=0.05, token_s=0.005, attention_tokens=5000.0)
 NO_ATTENTION = float("inf")
@@ -35,15 +38,20 @@ def test_too_few_points_are_an_error(points):
         PrefillRate.fit(points, 5000.0)
 
 
-def test_the_length_of_attention_comes_from_the_model():
+def test_the_length_of_attention_comes_from_the_model(tmp_path):
     """SmolLM2-135M: 106 million weights outside its embeddings, 30 layers, 576 wide."""
     config = {
         "hidden_size": 576,
         "intermediate_size": 1536,
         "num_attention_heads": 9,
         "num_key_value_heads": 3,
+        "num_hidden_layers": 30,
+        "vocab_size": 49152,
+        "max_position_embeddings": 8192,
     }
-    assert attention_tokens(config) == pytest.approx(106.2e6 / (30 * 576), rel=0.01)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert read_model(path).attention_tokens == pytest.approx(106.2e6 / (30 * 576), rel=0.01)
 
 
 def test_the_ceiling_is_recompute_over_fetch_and_delta():
