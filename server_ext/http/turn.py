@@ -215,6 +215,7 @@ class Turn:
         )
         kept_ids = plan.prompt.token_ids + array("i", self._reply.token_ids[:num_kept])
         cache = self.report()
+        report = cache.to_json()
         transcript = {
             **chunk,
             "messages": [*chunk["messages"], message],
@@ -229,8 +230,8 @@ class Turn:
                 "num_tokens_kept": len(kept_ids),
                 "token_ids": kept_ids.tobytes(),
                 "chunk": json.dumps(transcript).encode(),
-                "reply": json.dumps({"completion": completion, "cache": cache.to_json()}).encode(),
-                "report": json.dumps(cache.to_json()).encode(),
+                "reply": json.dumps({"completion": completion, "cache": report}).encode(),
+                "report": json.dumps(report).encode(),
                 "ttl_s": ttl_s,
                 "ended_by": f"tool:{calls[0]['function']['name']}" if calls else "stop",
                 "observed": self._observed(cache),
@@ -239,7 +240,7 @@ class Turn:
         self.is_over = True
         turn_metrics().observe(cache)
         info = settled["info"]
-        info["cache"] = cache.to_json()
+        info["cache"] = report
         info["cache"]["timings_s"]["settle"] = time.perf_counter() - settling_s
         return info
 
