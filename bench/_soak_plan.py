@@ -1,6 +1,6 @@
 """What a soak does, drawn before it: sessions that fit a small model, their texts, and when which fault happens. Pure.
 
-`sessions` makes plans fit, `kills` and `other_faults` draw the faults. May import `server_ext.traffic`.
+`made_up` and `recorded` are the sessions, `kills` and `other_faults` draw the faults. May import `server_ext.traffic`.
 """
 
 from __future__ import annotations
@@ -9,17 +9,19 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from server_ext.traffic import SMALL, PlannedSession, PlannedTurn, Workload, generate, prompts
+from server_ext.traffic import SMALL, Workload, fitted, generate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from random import Random
 
     from server_ext.launch.command import Role
+    from server_ext.traffic import PlannedSession
 
 MAX_TOKENS: Final = 2400
 """Longest prompt with its answer that is planned; texts come out a little longer or shorter than planned."""
 MAX_OUTPUT_TOKENS: Final = 64
+_ROOM: Final = {"max_tokens": MAX_TOKENS, "max_output_tokens": MAX_OUTPUT_TOKENS}
 TIME_DIVISOR: Final = SMALL.time_divisor
 """All gaps, and with them the lives of leases, are divided by this."""
 
@@ -83,7 +85,8 @@ def made_up(seed: int) -> Iterator[PlannedSession]:
     workload: Workload = replace(SMALL, system_tokens=256, first=SMALL.first.divided(2)).fitting(MAX_TOKENS)
     number = 0
     while True:
-        yield from (fitted(session) for session in generate(workload, 100, seed=seed + number, rate_per_s=None))
+        for session in generate(workload, 100, seed=seed + number, rate_per_s=None):
+            yield fitted(session, **_ROOM)
         number += 1_000_000  # far from any seed that somebody gives
 
 
@@ -98,24 +101,7 @@ def recorded(sessions: Sequence[PlannedSession]) -> Iterator[PlannedSession]:
         raise ValueError(msg)
     while True:
         for session in sessions:
-            turns = tuple(replace(turn, gap_s=turn.gap_s / TIME_DIVISOR) for turn in session.turns)
-            yield fitted(replace(session, turns=turns))
-
-
-def fitted(session: PlannedSession) -> PlannedSession:
-    """Return a session whose longest prompt has at most `MAX_TOKENS`, all its tokens divided alike."""
-    longest = max(num_prompt for num_prompt, _ in prompts(session))
-    divisor = max(1.0, longest / (MAX_TOKENS - MAX_OUTPUT_TOKENS))
-
-    def divided(turn: PlannedTurn) -> PlannedTurn:
-        return replace(
-            turn,
-            delta_tokens=max(1, int(turn.delta_tokens / divisor)),
-            output_tokens=min(max(1, int(turn.output_tokens / divisor)), MAX_OUTPUT_TOKENS),
-            kept_tokens=None if turn.kept_tokens is None else int(turn.kept_tokens / divisor),
-        )
-
-    return replace(session, turns=tuple(map(divided, session.turns)))
+            yield fitted(session, **_ROOM, time_divisor=TIME_DIVISOR)
 
 
 def text_of(random: Random, num_tokens: int) -> str:
