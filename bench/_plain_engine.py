@@ -16,6 +16,7 @@ from server_ext.launch.state import EngineRecord, send_signal, stop
 
 if TYPE_CHECKING:
     import signal
+    from collections.abc import Mapping
     from pathlib import Path
 
     from typing_extensions import Self
@@ -32,10 +33,18 @@ class PlainEngine:
     * **log_file** - begins anew.
     * **num_threads** - that compute.
     * **args** - for vLLM, behind those that all our engines have.
+    * **env** - to build on; None for this process's own.
     """
 
     def __init__(
-        self, model: str, served_name: str, *, log_file: Path, num_threads: int = 1, args: tuple[str, ...] = ()
+        self,
+        model: str,
+        served_name: str,
+        *,
+        log_file: Path,
+        num_threads: int = 1,
+        args: tuple[str, ...] = (),
+        env: Mapping[str, str] | None = None,
     ) -> None:
         port = free_ports()[0].http
         self.url = f"http://127.0.0.1:{port}"
@@ -44,7 +53,7 @@ class PlainEngine:
         argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
         argv += ["--model", model, "--served-model-name", served_name, "--dtype", "float32", "--enforce-eager"]
         argv += ["--distributed-executor-backend", "uni", "--block-size", "32", "--enable-prompt-tokens-details", *args]
-        env = os.environ | {
+        env = dict(os.environ if env is None else env) | {
             "OMP_NUM_THREADS": str(num_threads),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -6,18 +6,13 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
-import time
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 
+from bench._plain_engine import PlainEngine
 from server_ext.launch.command import engine_command
-from server_ext.launch.stack import free_ports
 from server_ext.launch.tiny import TINY
 
 if TYPE_CHECKING:
@@ -30,7 +25,6 @@ if TYPE_CHECKING:
 
 NEAR_TIE: Final = 1e-3
 """Two tokens whose log-probabilities are this close change places by rounding, on any engine."""
-_READY_TIMEOUT_S: Final = 300.0
 _CALL_TIMEOUT_S: Final = 120.0
 
 
@@ -94,51 +88,36 @@ class Reference:
     """A third engine: the same model, stock vLLM, no plugin, no prefix cache, no transfer."""
 
     def __init__(self, config: StackConfig, folder: Path, kv_cache_bytes: int) -> None:
-        self._log = folder / "reference.log"
-        port = free_ports()[0].http
-        self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=_CALL_TIMEOUT_S, trust_env=False)
-        argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
-        argv += ["--model", config.model, "--served-model-name", TINY, "--max-model-len", str(config.max_model_len)]
-        argv += ["--dtype", "float32", "--enforce-eager", "--distributed-executor-backend", "uni"]
-        argv += ["--block-size", "32", "--kv-cache-memory-bytes", str(kv_cache_bytes), "--no-enable-prefix-caching"]
-        # The machine's own settings are those of the other two; its plugins are not.
-        env = engine_command(config, "prefill", os.environ).env | {"VLLM_PLUGINS": ""}
-        with self._log.open("wb") as log:
-            self._child = subprocess.Popen(  # noqa: S603 - an argument list of our own making
-                argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        args = ("--max-model-len", str(config.max_model_len), "--kv-cache-memory-bytes", str(kv_cache_bytes))
+        self._engine = PlainEngine(
+            config.model,
+            TINY,
+            log_file=folder / "reference.log",
+            args=(*args, "--no-enable-prefix-caching"),
+            # The machine's own settings are those of the other two.
+            env=engine_command(config, "prefill", os.environ).env,
+        )
+        self._http = httpx.Client(base_url=self._engine.url, timeout=_CALL_TIMEOUT_S, trust_env=False)
 
     @property
     def pid(self) -> int:
         """Its first process."""
-        return self._child.pid
+        return self._engine.pid
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        os.killpg(self._child.pid, signal.SIGTERM)
-        try:
-            self._child.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._child.pid, signal.SIGKILL)
-            self._child.wait()
+        self._engine.__exit__(*exc_info)
         self._http.close()
 
     def wait_ready(self) -> None:
         """Return when it answers.
 
         Raises:
-            RuntimeError: it does not.
+            StackError: it does not.
         """
-        end_s = time.monotonic() + _READY_TIMEOUT_S
-        while time.monotonic() < end_s and self._child.poll() is None:
-            with suppress(httpx.TransportError):
-                if self._http.get("/health").is_success:
-                    return
-            time.sleep(0.2)
-        msg = f"the reference engine is not there; its log is {self._log}"
-        raise RuntimeError(msg)
+        self._engine.wait_ready()
 
     def generate(self, prompt_ids: list[int], num_tokens: int) -> list[Generated]:
         """Return the tokens behind a prompt."""
