@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ class RunningEngines:
     urls: Sequence[str]
     resume: Callable[[], None] | None = None
     can_reset: bool = True
-    headers: dict[str, str] = field(default_factory=dict)
 
     async def prepare(self) -> None:
         """Make them run, and forget what they have cached.
@@ -58,7 +57,7 @@ class RunningEngines:
 
     async def counters(self) -> dict[str, float]:
         """Return what they have counted since they started, summed over the engines."""
-        texts = [(await self.http.get(f"{url}/metrics", headers=self.headers)).text for url in self.urls]
+        texts = [(await self.http.get(f"{url}/metrics")).text for url in self.urls]
         return {name: sum(_value(text, metric) for text in texts) for name, metric in _COUNTERS.items()}
 
 
