@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from server_ext.cli import session
+from server_ext.cli._server import say_and_exit
 from server_ext.cli.analyze import analyze
 from server_ext.cli.bench import bench
 from server_ext.cli.doctor import doctor
@@ -78,7 +79,7 @@ def up(
             if foreground:
                 _wait_while_alive(stack)
     except (ModelError, StackError, ValueError) as error:
-        _fail(str(error))
+        say_and_exit(str(error))
 
 
 @app.command()
@@ -138,7 +139,7 @@ def logs(
             if path.exists():
                 files.append((one, opened.enter_context(path.open(encoding="utf-8", errors="replace"))))
         if not files:
-            _fail("there is no log yet; start a stack with `bidikv up`")
+            say_and_exit("there is no log yet; start a stack with `bidikv up`")
         while True:
             for one, file in files:
                 prefix = "" if role else f"{one:8}| "
@@ -188,7 +189,7 @@ def _wait_while_alive(stack: Stack) -> None:
         role = stack.wait_any_end()
     except KeyboardInterrupt:
         return
-    _fail(f"the {role} engine ended; its log is {stack.log_file(role)}")
+    say_and_exit(f"the {role} engine ended; its log is {stack.log_file(role)}")
 
 
 def _say(text: str) -> None:
@@ -197,8 +198,3 @@ def _say(text: str) -> None:
 
 def _say_progress(progress: Progress) -> None:
     _say(f"{progress.elapsed_s:5.0f} s  {progress.role:8} {progress.stage}")
-
-
-def _fail(text: str) -> NoReturn:
-    _say(f"bidikv: {text}")
-    raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""Where the server is, and what to tell the user when it does not do as asked: for `session`, `top` and `doctor`.
+"""Where the server is, and what to tell the user when it does not do as asked.
 
 `find_base_url` -> `connected` (a client; what it raises becomes one line on standard error). Uses the SDK alone.
 """

@@ -6,9 +6,12 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from server_ext.cli._server import say_and_exit
+from server_ext.cli._shared import Efficiency, FixedMs, Gpu, Link, ModelName, Rates, find_limits, save
 
 if TYPE_CHECKING:
     from server_ext.analysis.limits import Limits
@@ -24,16 +27,12 @@ def analyze(
     ],
     html: Annotated[Path | None, typer.Option(help="Write one self-contained page with plots.")] = None,
     json_path: Annotated[str | None, typer.Option("--json", help="Write JSON there; - prints it alone.")] = None,
-    model: Annotated[str, typer.Option(help="A known model, or a config.json.")] = "llama-3.1-8b",
-    gpu: Annotated[
-        str, typer.Option(help="h100, h200, b200, a100, l40s, mi300x, cpu-core, or 989TF,80GB,3350GB/s.")
-    ] = "h100",
-    link: Annotated[str, typer.Option(help="nvlink, 400g, 200g, 100g, 25g, or for example 12.5GB/s.")] = "400g",
-    fixed_ms: Annotated[float, typer.Option(help="What a transfer costs, whatever its size.", min=0.001)] = 20.0,
-    efficiency: Annotated[float, typer.Option(help="Part of the peak that prefill reaches.", min=0.001, max=1)] = 0.5,
-    rates: Annotated[
-        Path | None, typer.Option(help="Measured rates (`bidikv rates`) in place of model, GPU and link.")
-    ] = None,
+    model: ModelName = "llama-3.1-8b",
+    gpu: Gpu = "h100",
+    link: Link = "400g",
+    fixed_ms: FixedMs = 20.0,
+    efficiency: Efficiency = 0.5,
+    rates: Rates = None,
     budget: Annotated[str, typer.Option(help="Parts of D's cache that leases may fill.")] = "0.1,0.25,0.5,0.75,1",
     ttl: Annotated[str, typer.Option(help="Lives of a lease, in seconds.")] = "15,60,120,300,480,900",
     decode_nodes: Annotated[int | None, typer.Option(help="Decode engines (default: by the load).", min=1)] = None,
@@ -43,16 +42,14 @@ def analyze(
 ) -> None:
     """Say from your own request logs whether decode-to-prefill reuse pays, and why caches miss."""
     try:
-        from server_ext.analysis.hardware import find_gpu, find_link, find_model
-        from server_ext.analysis.limits import Limits
         from server_ext.analysis.memory import make_settings
         from server_ext.analysis.report import Options
     except ModuleNotFoundError as error:
         if error.name not in {"numpy", "msgspec"}:
             raise
-        _fail(f"analyze needs {error.name}: pip install 'bidikv-sdk[analyze]'")
+        say_and_exit(f"analyze needs {error.name}: pip install 'bidikv-sdk[analyze]'")
     try:
-        limits = Limits(find_model(model), find_gpu(gpu), find_link(link), fixed_ms / 1e3, efficiency)
+        limits = find_limits(model, gpu, link, fixed_ms, efficiency)
         options = Options(
             limits=limits if rates is None else _read_rates(rates),
             budgets=_numbers("--budget", budget),
@@ -65,10 +62,10 @@ def analyze(
             for ttl_s in options.ttls_s:
                 make_settings(one, ttl_s)
         if options.limits.pool_tokens < 1:
-            _fail(f"--gpu {gpu} has no room for a cache beside the weights of {model}")
+            say_and_exit(f"--gpu {gpu} has no room for a cache beside the weights of {model}")
         report = _run(paths, options, quiet=quiet)
     except ValueError as error:
-        _fail(str(error))
+        say_and_exit(str(error))
     _write(report, html, json_path)
 
 
@@ -118,23 +115,15 @@ def _write(report: Report, html: Path | None, json_path: str | None) -> None:
         if json_path == _STDIN:
             typer.echo(text)
         else:
-            _save(Path(json_path), text + "\n")
+            save(Path(json_path), text + "\n")
     if html is not None:
         from server_ext.analysis.html import to_html
 
-        _save(html, to_html(report))
+        save(html, to_html(report))
     if json_path != _STDIN:
         from server_ext.cli._analyze_text import show
 
         show(report)
-
-
-def _save(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        _fail(f"{path} cannot be written: {error.strerror}")
-    typer.echo(f"wrote {path}", err=True)
 
 
 def _numbers(option: str, text: str) -> tuple[float, ...]:
@@ -146,8 +135,3 @@ def _numbers(option: str, text: str) -> tuple[float, ...]:
         msg = f"{option} {text!r} is not a list of numbers, for example {option} 0.25,0.5"
         raise ValueError(msg)
     return numbers
-
-
-def _fail(text: str) -> NoReturn:
-    typer.echo(f"bidikv: {text}", err=True)
-    raise typer.Exit(1)

@@ -20,6 +20,7 @@ from server_ext.cli._server import (
     root_of,
     say_and_exit,
 )
+from server_ext.cli._shared import find_engine_model, recorded_sessions
 
 if TYPE_CHECKING:
     from server_ext.benchmark.arms import Arm, Complete
@@ -140,10 +141,9 @@ def _card(engines: Engines) -> dict[str, Any]:
 
 
 def _model(text: str | None, card: Mapping[str, Any]) -> Model:
-    from server_ext.analysis.hardware import find_model
     from server_ext.benchmark.suite import Model
 
-    found = find_model(text or str(card.get("root") or card["id"]))
+    found = find_engine_model(text, card)
     return Model(str(card["id"]), found.attention_tokens, found.kv_bytes_per_token)
 
 
@@ -159,16 +159,11 @@ def _arms(text: str, aggregated_url: str | None) -> tuple[str, ...]:
 
 
 def _planned(traces: list[str] | None, sessions: int, rate: float, seed: int) -> list[PlannedSession]:
-    from server_ext.analysis.problems import Problems
-    from server_ext.traffic import AGENT, generate, read_sessions
+    from server_ext.traffic import AGENT, generate
 
     if traces is None:
         return list(generate(AGENT, sessions, seed=seed, rate_per_s=rate))
-    found = read_sessions(traces, Problems())
-    if not found:
-        msg = f"--traces {' '.join(traces)}: no session in them; `bidikv analyze` says why"
-        raise ValueError(msg)
-    return found[:sessions]
+    return recorded_sessions(traces)[:sessions]
 
 
 def _scenario(

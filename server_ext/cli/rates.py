@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from server_ext.cli._server import ApiKey, local_base_url, say_and_exit
+from server_ext.cli._shared import find_engine_model, save
+
 if TYPE_CHECKING:
-    from server_ext.analysis.hardware import Model
     from server_ext.cli._measure import Measurement
     from server_ext.simulation.rates import FleetRates
 
@@ -20,7 +22,7 @@ _DEFAULT_LONGEST = 2048
 
 def rates(
     url: Annotated[str | None, typer.Option(help="Base URL of a decode engine (default: that of `bidikv up`).")] = None,
-    api_key: Annotated[str | None, typer.Option(envvar="BIDIKV_API_KEY", help="Where the engine asks for one.")] = None,
+    api_key: ApiKey = None,
     model: Annotated[
         str | None,
         typer.Option(help="A known model, or a config.json (default: the engine's, if it is a folder here)."),
@@ -42,33 +44,24 @@ def rates(
     except ModuleNotFoundError as error:
         if error.name not in {"numpy", "msgspec", "simpy"}:
             raise
-        _fail(f"rates needs {error.name}: pip install 'bidikv-sdk[analyze]'")
+        say_and_exit(f"rates needs {error.name}: pip install 'bidikv-sdk[analyze]'")
     base_url = _base_url(url)
     try:
         found, raw = asyncio.run(_measure(base_url, api_key, model, max_tokens, repeats, step_tokens))
     except (BidiKVError, ValueError) as error:
-        _fail(str(error))
+        say_and_exit(str(error))
     text = json.dumps({**found.to_json(), "samples": raw}, indent=1)
     if out == _STDOUT:
         typer.echo(text)
         return
-    try:
-        Path(out).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        _fail(f"{out} cannot be written: {error.strerror}")
+    save(Path(out), text + "\n")
     _show(found)
-    typer.echo(f"wrote {out}", err=True)
 
 
 def _base_url(url: str | None) -> str:
+    url = local_base_url() if url is None else url
     if url is None:
-        from server_ext.launch.stack import default_state_dir
-        from server_ext.launch.state import read_state
-
-        state = read_state(default_state_dir())
-        if state is None or not state.url:
-            _fail("no stack is running: start one with `bidikv up`, or give --url")
-        url = state.url
+        say_and_exit("no stack is running: start one with `bidikv up`, or give --url")
     url = url.rstrip("/")
     return url if url.endswith("/v1") else url + "/v1"
 
@@ -86,7 +79,7 @@ async def _measure(
     from server_ext.simulation.fit import Shape, fit_rates
 
     card = await _model_card(base_url, api_key)
-    constants = _find_model(model, card)
+    constants = find_engine_model(model, card)
     context = int(card.get("max_model_len") or constants.max_context_tokens)
     longest = max_tokens or min(context // 2, _DEFAULT_LONGEST)
     if longest > context - 256:
@@ -125,22 +118,6 @@ async def _model_card(base_url: str, api_key: str | None) -> dict[str, Any]:
     return card
 
 
-def _find_model(text: str | None, card: dict[str, Any]) -> Model:
-    from server_ext.analysis.hardware import UnknownHardware, find_model
-
-    name = text if text is not None else str(card.get("root") or card.get("id"))
-    try:
-        return find_model(name)
-    except UnknownHardware as error:
-        if text is not None or "id" not in card:
-            raise
-        try:
-            return find_model(str(card["id"]))
-        except UnknownHardware:
-            msg = f"the engine's model {name!r} is neither known nor a folder here: give its config.json as --model"
-            raise ValueError(msg) from error
-
-
 def _pool_tokens(measured: Measurement) -> int:
     block_size = measured.block_size
     if not block_size:
@@ -168,8 +145,3 @@ def _show(found: FleetRates) -> None:
 
 def _say(text: str) -> None:
     typer.echo(text, err=True)
-
-
-def _fail(text: str) -> NoReturn:
-    typer.echo(f"bidikv: {text}", err=True)
-    raise typer.Exit(1)

@@ -7,9 +7,22 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+from server_ext.cli._server import say_and_exit
+from server_ext.cli._shared import (
+    Efficiency,
+    FixedMs,
+    Gpu,
+    Link,
+    ModelName,
+    Rates,
+    find_limits,
+    recorded_sessions,
+    save,
+)
 
 if TYPE_CHECKING:
     from server_ext.simulation.rates import FleetRates
@@ -34,16 +47,12 @@ def simulate(
     as_logged: Annotated[
         bool, typer.Option("--as-logged", help="Begin the sessions of --traces when they did.")
     ] = False,
-    model: Annotated[str, typer.Option(help="A known model, or a config.json.")] = "llama-3.1-8b",
-    gpu: Annotated[
-        str, typer.Option(help="h100, h200, b200, a100, l40s, mi300x, cpu-core, or 989TF,80GB,3350GB/s.")
-    ] = "h100",
-    link: Annotated[str, typer.Option(help="nvlink, 400g, 200g, 100g, 25g, or for example 12.5GB/s.")] = "400g",
-    fixed_ms: Annotated[float, typer.Option(help="What a transfer costs, whatever its size.", min=0.001)] = 20.0,
-    efficiency: Annotated[float, typer.Option(help="Part of the peak that prefill reaches.", min=0.001, max=1)] = 0.5,
-    rates: Annotated[
-        Path | None, typer.Option(help="Measured rates (`bidikv rates`) in place of model, GPU and link.")
-    ] = None,
+    model: ModelName = "llama-3.1-8b",
+    gpu: Gpu = "h100",
+    link: Link = "400g",
+    fixed_ms: FixedMs = 20.0,
+    efficiency: Efficiency = 0.5,
+    rates: Rates = None,
     budget: Annotated[float, typer.Option(help="Part of D's cache that leases may fill.")] = 0.5,
     ttl: Annotated[float, typer.Option(help="Life of a lease, in seconds.")] = 60.0,
     hold: Annotated[bool, typer.Option("--hold", help="Agents keep their leases alive during tool calls.")] = False,
@@ -65,18 +74,16 @@ def simulate(
 ) -> None:
     """Simulate a fleet: how many engines, which budget and TTL, what p99, where it stops to scale."""
     try:
-        from server_ext.analysis.hardware import find_gpu, find_link, find_model
-        from server_ext.analysis.limits import Limits
         from server_ext.simulation.rates import from_limits, read_rates
         from server_ext.simulation.scenario import Scenario, grid, parse_axes
     except ModuleNotFoundError as error:
         if error.name not in {"numpy", "msgspec", "simpy"}:
             raise
-        _fail(f"simulate needs {error.name}: pip install 'bidikv-sdk[analyze]'")
+        say_and_exit(f"simulate needs {error.name}: pip install 'bidikv-sdk[analyze]'")
     try:
         limits = None
         if rates is None:
-            limits = Limits(find_model(model), find_gpu(gpu), find_link(link), fixed_ms / 1e3, efficiency)
+            limits = find_limits(model, gpu, link, fixed_ms, efficiency)
             speed = from_limits(limits)
         else:
             speed = read_rates(rates)
@@ -98,26 +105,21 @@ def simulate(
         )
         scenarios = grid(base, parse_axes(sweep or []))
     except ValueError as error:
-        _fail(str(error))
+        say_and_exit(str(error))
     cells = _run(scenarios, quiet=quiet)
     _write(base, cells, target_p99, json_path)
 
 
 def _workload(traces: list[str] | None, turns: float | None, rates: FleetRates) -> Any:
     """Return what sessions do: read from files, or made up for the model's context."""
-    from server_ext.analysis.problems import Problems
-    from server_ext.traffic import AGENT, SMALL, LogNormal, read_sessions
+    from server_ext.traffic import AGENT, SMALL, LogNormal
 
     if traces is None:
         workload = AGENT if rates.max_context_tokens >= 2 * AGENT.system_tokens else SMALL
         if turns is not None:
             workload = replace(workload, num_turns=LogNormal(turns, workload.num_turns.sigma))
         return workload.fitting(min(rates.max_context_tokens, workload.max_context_tokens))
-    recorded = tuple(read_sessions(traces, Problems()))
-    if not recorded:
-        msg = f"--traces {' '.join(traces)}: there is no session in it; `bidikv analyze` says what was read"
-        raise ValueError(msg)
-    return recorded
+    return tuple(recorded_sessions(traces))
 
 
 def _run(scenarios: list[tuple[dict[str, Any], Scenario]], *, quiet: bool) -> list[Cell]:
@@ -161,16 +163,7 @@ def _write(base: Scenario, cells: list[Cell], target_s: float | None, json_path:
         if json_path == _STDOUT:
             typer.echo(text)
             return
-        try:
-            Path(json_path).write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            _fail(f"{json_path} cannot be written: {error.strerror}")
-        typer.echo(f"wrote {json_path}", err=True)
+        save(Path(json_path), text + "\n")
     from server_ext.cli._simulate_text import show
 
     show(base, cells, advice)
-
-
-def _fail(text: str) -> NoReturn:
-    typer.echo(f"bidikv: {text}", err=True)
-    raise typer.Exit(1)
