@@ -132,6 +132,15 @@ def test_reads_of_one_size_put_all_of_their_cost_into_the_bytes():
     assert found.fetch_bytes_per_s == pytest.approx(1e8)
 
 
+def test_no_read_has_a_cost_below_nothing():
+    """A line that would begin below zero is none: all of the cost goes into the bytes."""
+    samples = [sample("no_reuse", fetched_tokens=0, computed_tokens=n, prompt_tokens=n, prefill_s=n) for n in (1, 2)]
+    samples += [sample(fetched_tokens=n, fetch_s=s) for n, s in ((1000, 0.001), (2000, 0.01))]
+    found = MeasuredRates.fit(samples, short_prefills=[], attention_tokens=4000.0, kv_bytes_per_token=1000)
+    assert found.fetch_fixed_s == 0.0
+    assert found.fetch_bytes_per_s == pytest.approx(1 / ((1e-9 + 5e-9) / 2))
+
+
 def test_a_run_without_a_read_has_no_rate_of_reads():
     """The error says where to look."""
     with pytest.raises(ValueError, match="no turn fetched"):
