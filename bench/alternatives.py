@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from bench._engine_sets import EngineSets
 from bench._machine import versions
 from bench._plain_engine import PlainEngine
 from bench._show import verdict
+from bench.faults import leave_in_order
 from bidikv_sdk import AsyncBidiKV
 from server_ext.analysis.hardware import read_model
 from server_ext.benchmark.arms import ROUTES, PlainArm, SessionArm, one_engine
@@ -94,6 +96,7 @@ def _set_of(arm: str) -> str:
 def main() -> int:
     """Run the benchmark and return the exit status."""
     options = _options()
+    signal.signal(signal.SIGTERM, leave_in_order)  # engines that stand still would stay so for ever
     model = ensure_smollm2(console.print)
     config = model / "config.json"
     # The engines compute in float32, whatever the weights were made in.
