@@ -16,6 +16,8 @@ _ID_BYTES = 4
 # Slices are compared as bytes objects (one memcmp each). 4096 ids copy 16 KiB, which stays in the L1 cache,
 # so an early difference costs one slice and a long agreement costs little more than reading it.
 _SLICE_BYTES = 4096 * _ID_BYTES
+# Up to so many, a copy of both is faster than views on them.
+_FEW_IDS = 4096
 
 
 def common_prefix_length(a: TokenIds, b: TokenIds) -> int:
@@ -28,17 +30,27 @@ def common_prefix_length(a: TokenIds, b: TokenIds) -> int:
         ValueError: a buffer is not contiguous int32.
         OverflowError: an id of a sequence does not fit in int32.
     """
+    if isinstance(a, array) and isinstance(b, array) and a.typecode == b.typecode == "i":
+        num_ids = min(len(a), len(b))
+        if num_ids <= _FEW_IDS:
+            part_a, part_b = a[:num_ids].tobytes(), b[:num_ids].tobytes()
+            return num_ids if part_a == part_b else _first_difference(part_a, part_b)
     view_a, view_b = _as_bytes(a), _as_bytes(b)
     num_bytes = min(len(view_a), len(view_b))
     for start in range(0, num_bytes, _SLICE_BYTES):
         stop = min(start + _SLICE_BYTES, num_bytes)
         part_a, part_b = bytes(view_a[start:stop]), bytes(view_b[start:stop])
         if part_a != part_b:
-            # The lowest set bit of the difference lies in the first id that differs.
-            difference = int.from_bytes(part_a, "little") ^ int.from_bytes(part_b, "little")
-            first_bit = (difference & -difference).bit_length() - 1
-            return (start + first_bit // 8) // _ID_BYTES
+            return start // _ID_BYTES + _first_difference(part_a, part_b)
     return num_bytes // _ID_BYTES
+
+
+def _first_difference(a: bytes, b: bytes) -> int:
+    """Return the index of the first id that differs; there is one."""
+    # It is where the lowest set bit of the difference lies.
+    difference = int.from_bytes(a, "little") ^ int.from_bytes(b, "little")
+    first_bit = (difference & -difference).bit_length() - 1
+    return first_bit // 8 // _ID_BYTES
 
 
 def num_blocks(num_tokens: int, block_size: int) -> int:

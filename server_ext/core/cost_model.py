@@ -50,10 +50,12 @@ class _Peer:
 
 @dataclass(slots=True)
 class _Trials:
-    """How long each way was not taken, and what trials may cost."""
+    """When each way was taken last, and what trials may cost."""
 
-    turns_since: dict[Way, int] = field(default_factory=lambda: dict.fromkeys(WAYS, 0))
-    turns_since_trial: int = 0
+    num_turns: int = 0
+    last_turns: dict[Way, int] = field(default_factory=lambda: dict.fromkeys(WAYS, 0))
+    """The number of the last turn of each way."""
+    last_trial: int = 0
     credit_s: float = 0.0
 
 
@@ -154,7 +156,7 @@ class CostModel:
         return estimate_s(way, situation, self.rates, token_bytes=self._token_bytes)
 
     def _situation(self, start: Start, *, now_s: float) -> Situation:
-        pair = next((pair for pair in start.pairs if not self._is_paused(pair, now_s=now_s)), "")
+        pair = self._first_ready(start.pairs, now_s=now_s) or ""
         peer = self._peers.get(pair, _NEW_PEER)
         last_pair, num_cached = self._prefilled.get(start.key, (pair, 0))
         if last_pair != pair:
@@ -172,14 +174,21 @@ class CostModel:
             pair=pair,
         )
 
-    def _is_paused(self, pair: str, *, now_s: float) -> bool:
-        return self._peers.get(pair, _NEW_PEER).paused_until_s > now_s
+    def _first_ready(self, pairs: Collection[str], *, now_s: float) -> str | None:
+        """Return the first P that is not left alone; None where all are."""
+        for pair in pairs:
+            if self._peers.get(pair, _NEW_PEER).paused_until_s <= now_s:
+                return pair
+        return None
 
     def _possible(self, start: Start, situation: Situation, ways: Collection[Way], *, now_s: float) -> list[Way]:
-        has_peer = any(not self._is_paused(pair, now_s=now_s) for pair in start.pairs)
-        can_fetch = has_peer and situation.held_tokens >= self._min_fetch_tokens
-        can = {"local": True, "fetch": can_fetch, "prefill": has_peer}
-        return [way for way in WAYS if way in ways and can[way]] or ["local"]
+        possible: list[Way] = ["local"] if "local" in ways else []
+        if self._first_ready(start.pairs, now_s=now_s) is not None:
+            if "fetch" in ways and situation.held_tokens >= self._min_fetch_tokens:
+                possible.append("fetch")
+            if "prefill" in ways:
+                possible.append("prefill")
+        return possible or ["local"]
 
     def _pick(self, estimates_s: Mapping[Way, float], situation: Situation, *, now_s: float) -> Choice:
         ranked = sorted(estimates_s, key=estimates_s.__getitem__)
@@ -187,8 +196,8 @@ class CostModel:
             return Choice(ranked[0], estimates_s, "only")
         allowed = [way for way in ranked if way != "local" or self._may_stall(situation, now_s=now_s)]
         trials, best = self._trials, allowed[0]
-        for way in allowed[1:] if trials.turns_since_trial >= _TRIAL_TURNS else ():
-            is_due = trials.turns_since[way] >= _TRIAL_TURNS
+        for way in allowed[1:] if trials.num_turns - trials.last_trial >= _TRIAL_TURNS else ():
+            is_due = trials.num_turns - trials.last_turns[way] >= _TRIAL_TURNS
             if is_due and estimates_s[way] - estimates_s[best] <= trials.credit_s:
                 hoped_s = estimate_s(way, situation, self.rates.hoped(), token_bytes=self._token_bytes)
                 if hoped_s < _TRIAL_GAIN * estimates_s[best]:
@@ -211,13 +220,11 @@ class CostModel:
     def _begin(self, nonce: str, key: "Key", choice: Choice, situation: Situation, *, now_s: float) -> None:
         self._queue(choice, situation, now_s=now_s)
         trials = self._trials
-        for way in trials.turns_since:
-            trials.turns_since[way] = 0 if way == choice.way else trials.turns_since[way] + 1
-        best_s = min(choice.estimates_s.values())
-        trials.credit_s += _TRIAL_SHARE * best_s
-        trials.turns_since_trial += 1
+        trials.num_turns += 1
+        trials.last_turns[choice.way] = trials.num_turns
+        trials.credit_s += _TRIAL_SHARE * min(choice.estimates_s.values())
         if choice.reason == "trial":
-            trials.turns_since_trial = 0
+            trials.last_trial = trials.num_turns
         self._open[nonce] = key, choice, situation
         if len(self._open) > self._max_sessions:
             self._open.popitem(last=False)  # its turn timed out long ago

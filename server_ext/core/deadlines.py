@@ -5,6 +5,7 @@ deadline has moved on is put back when its old place comes up. Knows nothing of 
 """
 
 import heapq
+import math
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -54,6 +55,14 @@ class Deadlines(Generic[DatedT]):
                 self._heap = [place for place in self._heap if place[2].is_live]
                 heapq.heapify(self._heap)
                 self._num_dead = 0
+
+    def next_s(self) -> float:
+        """Return when a live item may be due, at the earliest; infinity where none is watched."""
+        heap = self._heap
+        while heap and not heap[0][2].is_live:
+            heapq.heappop(heap)[2].is_scheduled = False
+            self._num_dead -= 1
+        return heap[0][0] if heap else math.inf
 
     def pop_due(self, *, now_s: float) -> DatedT | None:
         """Take an item with `due_s <= now_s` and watch it no longer; None where nothing is due."""

@@ -53,7 +53,7 @@ class Ending:
 
     def learn_gap(self, log_gap: float) -> None:
         """Take one more gap into account."""
-        self.num_gaps = min(self.num_gaps + 1, _MAX_ENDING_GAPS)
+        self.num_gaps = self.num_gaps + 1 if self.num_gaps < _MAX_ENDING_GAPS - 1 else _MAX_ENDING_GAPS
         step, deviation = 1 / self.num_gaps, log_gap - self.mean
         self.mean += step * deviation
         self.variance = max((1 - step) * (self.variance + step * deviation * deviation), _MIN_VARIANCE)
@@ -128,8 +128,11 @@ class GapModel:
             ended_by: `tool:<name>` where the reply calls a tool, else a word that the caller chooses.
             now_s: monotonic seconds.
         """
-        session = self._sessions.setdefault(key, _Session())
-        self._sessions.move_to_end(key)
+        session = self._sessions.get(key)
+        if session is None:
+            session = self._sessions[key] = _Session()
+        else:
+            self._sessions.move_to_end(key)
         session.ended_by, session.seen_s, session.is_away = ended_by[:_MAX_ENDED_BY], now_s, True
         if len(self._sessions) > self._max_sessions:
             self._sessions.popitem(last=False)

@@ -34,7 +34,9 @@ class Holdings:
     """Leases, provisional pins, tickets and open turns of one engine, by key, nonce and ticket id."""
 
     def __init__(self, pins: "BlockPins", settings: "HomeSettings", *, block_size: int) -> None:
-        self.ledger = BlockLedger(pins)
+        self._max_leased = int(pins.num_total_blocks() * settings.budget_fraction)
+        self._max_tenant_leased = int(self._max_leased * settings.tenant_share)
+        self.ledger = BlockLedger(pins, counts_tenants=self._max_tenant_leased < self._max_leased)
         self.lost = LostLeases(pins, block_size=block_size)
         self.slots: dict[Key, Slot] = {}
         self.leases: dict[Key, Lease] = {}
@@ -47,8 +49,7 @@ class Holdings:
         self._block_size = block_size
         self._num_provisional = 0
         self._block_seconds = metrics.BlockSeconds()
-        self._max_leased = int(pins.num_total_blocks() * settings.budget_fraction)
-        self._max_tenant_leased = int(self._max_leased * settings.tenant_share)
+        self._swept_s: float | None = None
 
     def pins_of_turns(self) -> Iterator[Lease]:
         """Iterate the provisional leases."""
@@ -73,20 +74,22 @@ class Holdings:
 
     # ---------------------------------------------------------------- turns and their pins
 
-    def open_turn(self, turn: Turn) -> None:
-        """Enter a turn of a session that has none open; its lease stops expiring."""
-        slot = self.slots.setdefault(turn.key, Slot())
+    def open_turn(self, turn: Turn, slot: Slot) -> None:
+        """Enter a turn of a session that has none open, and has this slot; its lease stops expiring."""
+        self.slots[turn.key] = slot
         slot.turn = self.turns[turn.nonce] = turn
         self._deadlines.schedule(turn)
 
     def close_turn(self, turn: Turn) -> None:
         """Remove an open turn and its pin; the session's lease, if any, expires again."""
-        self.drop_pin(turn, None)
+        if turn.pin is not None:
+            self.drop_pin(turn, None)
         self._deadlines.drop(turn)
         del self.turns[turn.nonce]
         self.slots[turn.key].turn = None
-        if turn.key in self.leases:
-            self._deadlines.schedule(self.leases[turn.key])
+        lease = self.leases.get(turn.key)
+        if lease is not None and not lease.is_scheduled:
+            self._deadlines.schedule(lease)
 
     def put_pin(self, turn: Turn, pin: Lease) -> None:
         """Pin the blocks of a turn that has no pin."""
@@ -308,12 +311,19 @@ class Holdings:
 
     # ---------------------------------------------------------------- time
 
+    def catch_up(self, *, now_s: float) -> None:
+        """End what is due, each at the very moment at which it was."""
+        while (due_s := self._deadlines.next_s()) <= now_s:
+            self.sweep(now_s=due_s)
+
     def sweep(self, *, now_s: float) -> int:
         """End everything that is due, wherever it stands; return how many ended.
 
         Also what tells the clock: nothing changes at a time that it was not told.
         """
-        self._block_seconds.advance(self.num_blocks_by_holder(), now_s=now_s)
+        if now_s != self._swept_s:
+            self._block_seconds.advance(self.num_blocks_by_holder(), now_s=now_s)
+            self._swept_s = now_s
         num_ended = 0
         while (item := self._deadlines.pop_due(now_s=now_s)) is not None:
             num_ended += self._expire(item)

@@ -98,15 +98,15 @@ class LeaseTable:
         Raises:
             TurnConflict: a turn of the session is open; nothing changed.
         """
-        self._held.sweep(now_s=now_s)
-        slot = self._held.slots.get(key, Slot())
+        held = self._held
+        held.sweep(now_s=now_s)
+        slot = held.slots.get(key) or Slot()
         if slot.turn is not None:
             raise turn_is_running(key[1])
-        due_s = now_s + self._settings.turn_timeout_s
-        turn = Turn(due_s=due_s, key=key, nonce=nonce, fingerprint=fingerprint)
-        self._held.open_turn(turn)
-        self._held.renew(key, None, now_s=now_s)
-        lease = self._held.leases.get(key)
+        turn = Turn(due_s=now_s + self._settings.turn_timeout_s, key=key, nonce=nonce, fingerprint=fingerprint)
+        held.open_turn(turn, slot)
+        held.renew(key, None, now_s=now_s)
+        lease = held.leases.get(key)
         if lease is None and want_ticket:
             lease = self._held.regain(key, fingerprint, now_s=now_s)
         if lease is None:
@@ -329,6 +329,10 @@ class LeaseTable:
         """End all that is due (turns, pins, tickets, leases); return how many. Cheap when nothing is."""
         return self._held.sweep(now_s=now_s)
 
+    def catch_up(self, *, now_s: float) -> None:
+        """Sweep at each moment up to now at which something was due: where nobody did, so that times count exactly."""
+        self._held.catch_up(now_s=now_s)
+
     def num_reclaimable(self, *, now_s: float, limit: int | None = None) -> int:
         """Return how many blocks revoking could free, as `Revoker.num_reclaimable`."""
         return self._revoker.num_reclaimable(now_s=now_s, limit=limit)
@@ -351,11 +355,8 @@ class LeaseTable:
     def pool(self, *, now_s: float) -> PoolInfo:
         """Return the state of the block pool."""
         self._held.sweep(now_s=now_s)
-        return PoolInfo(
-            free_blocks=self._pins.num_free_blocks(),
-            total_blocks=self._pins.num_total_blocks(),
-            pending_ticket_blocks=self._held.ledger.num_ticketed_blocks,
-        )
+        num_ticketed = self._held.ledger.num_ticketed_blocks
+        return PoolInfo(self._pins.num_free_blocks(), self._pins.num_total_blocks(), num_ticketed)
 
     def holdings(self) -> Iterator[Lease | Ticket]:
         """Iterate everything that holds references: leases, provisional pins, open tickets. Change none."""
@@ -383,7 +384,7 @@ class LeaseTable:
         return snapshot.of_leases(self._held, self._pins, block_bytes=block_bytes)
 
     def _info(self, key: Key, *, now_s: float) -> LeaseInfo:
-        slot, lease = self._held.slots.get(key, Slot()), self._held.leases.get(key)
+        slot, lease = self._held.slots.get(key) or Slot(), self._held.leases.get(key)
         if lease is None:
             return LeaseInfo(slot.state, 0.0, 0, 0, slot.reason)
         due_s = lease.due_s if slot.turn is None else max(lease.due_s, slot.turn.due_s)

@@ -5,7 +5,7 @@ what open tickets hold, for their cap. All calls are O(blocks given).
 """
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from array import array
@@ -31,6 +31,9 @@ class BlockCounts:
     def add(self, block_ids: "array[int]") -> None:
         """Count each of the blocks, distinct ones, once more."""
         blocks = set(block_ids)
+        if not self._count_of_others and self._once.isdisjoint(blocks):
+            self._once |= blocks
+            return
         others = blocks & self._count_of_others.keys()
         for block_id in others:
             self._count_of_others[block_id] += 1
@@ -43,8 +46,10 @@ class BlockCounts:
     def remove(self, block_ids: "array[int]") -> None:
         """Count each of the blocks, distinct ones that are in here, once less."""
         blocks = set(block_ids)
-        others = blocks & self._count_of_others.keys()
         self._once -= blocks
+        if not self._count_of_others:
+            return
+        others = blocks & self._count_of_others.keys()
         for block_id in others:
             self._count_of_others[block_id] -= 1
             if self._count_of_others[block_id] == 1:
@@ -56,24 +61,29 @@ class BlockCounts:
         return block_id in self._once or block_id in self._count_of_others
 
 
-class BlockLedger:
-    """References by block. `block_ids` [num_blocks] are in the order of the tokens, without repeats."""
+_NO_BLOCKS: Final = BlockCounts()
+"""Nobody adds to it."""
 
-    def __init__(self, pins: "BlockPins") -> None:
+
+class BlockLedger:
+    """References by block. `block_ids` [num_blocks] are in the order of the tokens, without repeats.
+
+    Args:
+        pins: the engine's block pool.
+        counts_tenants: whether a tenant may be allowed less than all together; if not, that book is not kept.
+    """
+
+    def __init__(self, pins: "BlockPins", *, counts_tenants: bool) -> None:
         self._pins = pins
+        self._counts_tenants = counts_tenants
         self._ticketed = BlockCounts()
         self._leased = BlockCounts()
         self._leased_by_tenant: defaultdict[str, BlockCounts] = defaultdict(BlockCounts)
-
-    @property
-    def num_leased_blocks(self) -> int:
+        # Kept, not counted: they are asked for at every sweep, and change a few times a turn.
+        self.num_leased_blocks = 0
         """Distinct blocks that leases hold."""
-        return len(self._leased)
-
-    @property
-    def num_ticketed_blocks(self) -> int:
+        self.num_ticketed_blocks = 0
         """Distinct blocks that open tickets hold."""
-        return len(self._ticketed)
 
     def pin(self, block_ids: "array[int]") -> None:
         """Take references that give way to requests."""
@@ -88,10 +98,12 @@ class BlockLedger:
         """Take the references of a ticket."""
         self._pins.pin(block_ids)
         self._ticketed.add(block_ids)
+        self.num_ticketed_blocks = len(self._ticketed)
 
     def close_ticket(self, block_ids: "array[int]") -> None:
         """Give back the references of a ticket."""
         self._ticketed.remove(block_ids)
+        self.num_ticketed_blocks = len(self._ticketed)
         self._pins.unpin(block_ids[::-1])
 
     def can_ticket(self, block_ids: "array[int]", *, max_ticketed: int) -> bool:
@@ -105,21 +117,25 @@ class BlockLedger:
         """Count pinned blocks as leased."""
         if block_ids:
             self._leased.add(block_ids)
-            self._leased_by_tenant[tenant].add(block_ids)
+            self.num_leased_blocks = len(self._leased)
+            if self._counts_tenants:
+                self._leased_by_tenant[tenant].add(block_ids)
 
     def credit(self, tenant: str, block_ids: "array[int]") -> None:
         """Count blocks as leased once less."""
         if block_ids:
             self._leased.remove(block_ids)
-            by_tenant = self._leased_by_tenant[tenant]
-            by_tenant.remove(block_ids)
-            if not by_tenant:
-                del self._leased_by_tenant[tenant]
+            self.num_leased_blocks = len(self._leased)
+            if self._counts_tenants:
+                by_tenant = self._leased_by_tenant[tenant]
+                by_tenant.remove(block_ids)
+                if not by_tenant:
+                    del self._leased_by_tenant[tenant]
 
     def num_affordable(self, tenant: str, block_ids: "array[int]", *, max_leased: int, max_tenant_leased: int) -> int:
         """Return how many of the first `block_ids` could be charged; a leased one costs nothing more."""
-        leased, by_tenant = self._leased, self._leased_by_tenant.get(tenant, BlockCounts())
-        room, tenant_room = max_leased - len(leased), max_tenant_leased - len(by_tenant)
+        leased, by_tenant = self._leased, self._leased_by_tenant.get(tenant, _NO_BLOCKS)
+        room, tenant_room = max_leased - self.num_leased_blocks, max_tenant_leased - len(by_tenant)
         if len(block_ids) <= min(room, tenant_room):
             return len(block_ids)
         for index, block_id in enumerate(block_ids):

@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 
 # Two observations of the same thing differ by about so much on a busy machine, and by no less than this.
 _NOISE_SHARE: Final = 0.15
-_NOISE_S: Final = 0.001
+_LEAST_NOISE: Final = 0.001**2
 # How far a coefficient may wander from one observation to the next.
 _WALK_SHARE: Final = 0.07
 # A coefficient that fell to nothing wanders as if it were at least so large, against the common scale.
@@ -96,14 +96,15 @@ class LinearFit:
             return
         self.num_observed += 1
         units, expected_s = self._units(amount, second), self.expect_s(amount, second)
+        variance = self._variance(units)
         if self.num_observed == 1:
             ratio = seconds / expected_s
             self._believe(*[value * ratio for value in self._values])
             self._hopes, self._scale = self._values, self._scale * ratio
             self._loosen()
-        elif abs(seconds - expected_s) <= _GATE * math.sqrt(self._variance(units) + _noise(expected_s)):
+        elif abs(seconds - expected_s) <= _GATE * math.sqrt(variance + _noise(expected_s)):
             self._num_since_aside += 1
-            self._learn(seconds, units)
+            self._learn(seconds, units, variance)
         else:
             self._take_strange(seconds, units)
 
@@ -153,26 +154,46 @@ class LinearFit:
                 self._loosen_upwards(missing_s, units_)
             else:
                 self._loosen()
-            self._learn(seconds_, units_)
+            self._learn(seconds_, units_, self._variance(units_))
         self._loosen()
 
-    def _learn(self, seconds: float, units: Three) -> None:
-        expected_s, variance = _dot(self._values, units), self._variance(units)
-        total = variance + _noise(max(expected_s, seconds))
+    def _learn(self, seconds: float, units: Three, variance: float) -> None:
+        # Written out for the three coefficients: this runs four times a turn, on the scheduler's thread.
+        (fixed, rate, second), (fixed_s, rate_s, second_s) = self._values, units
+        fixed_variance, rate_variance, second_variance = self._variances
+        expected_s = fixed * fixed_s + rate * rate_s + second * second_s
+        total = variance + _noise(expected_s if expected_s > seconds else seconds)  # noqa: FURB136
         pull, least = (seconds - expected_s) / total, _LEAST_SIZE * self._scale
-        values, variances = list(self._values), list(self._variances)
-        for i, unit in enumerate(units):  # spelled out: this runs four times a turn, on the scheduler's thread
-            along = variances[i] * unit
-            value = values[i] + along * pull
-            values[i] = value = value if value > 0.0 else 0.0  # noqa: FURB136
-            walk = _WALK_SHARE * (value if value > least else least)  # noqa: FURB136
-            variances[i] += walk * walk - along * along / total
-        self._believe(*values)
-        self._variances = variances[0], variances[1], variances[2]
-        hopes = self._hopes
-        fades = 1.0 if _dot(self._values, units) <= _dot(hopes, units) else _HOPE_FADES
-        fixed, rate, second = [hope + fades * (value - hope) for hope, value in zip(hopes, values, strict=True)]
-        self._hopes = fixed, rate, second
+        fixed_along, rate_along, second_along = (
+            fixed_variance * fixed_s,
+            rate_variance * rate_s,
+            second_variance * second_s,
+        )
+        fixed, rate, second = fixed + fixed_along * pull, rate + rate_along * pull, second + second_along * pull
+        if not fixed > 0.0:
+            fixed = 0.0
+        if not rate > 0.0:
+            rate = 0.0
+        if not second > 0.0:
+            second = 0.0
+        fixed_walk = _WALK_SHARE * (fixed if fixed > least else least)  # noqa: FURB136
+        rate_walk = _WALK_SHARE * (rate if rate > least else least)  # noqa: FURB136
+        second_walk = _WALK_SHARE * (second if second > least else least)  # noqa: FURB136
+        self._variances = (
+            fixed_variance + (fixed_walk * fixed_walk - fixed_along * fixed_along / total),
+            rate_variance + (rate_walk * rate_walk - rate_along * rate_along / total),
+            second_variance + (second_walk * second_walk - second_along * second_along / total),
+        )
+        self._values = fixed, rate, second
+        priors, (fixed_hope, rate_hope, second_hope) = self._priors, self._hopes
+        self._coefficients = fixed * priors[0], rate * priors[1], second * priors[2]
+        is_best = fixed * fixed_s + rate * rate_s + second * second_s <= _dot(self._hopes, units)
+        fades = 1.0 if is_best else _HOPE_FADES
+        self._hopes = (
+            fixed_hope + fades * (fixed - fixed_hope),
+            rate_hope + fades * (rate - rate_hope),
+            second_hope + fades * (second - second_hope),
+        )
 
 
 def _dot(values: Three, units: Three) -> float:
@@ -180,4 +201,4 @@ def _dot(values: Three, units: Three) -> float:
 
 
 def _noise(seconds: float) -> float:
-    return (_NOISE_SHARE * seconds) ** 2 + _NOISE_S**2
+    return (_NOISE_SHARE * seconds) ** 2 + _LEAST_NOISE

@@ -206,6 +206,8 @@ class BlockSeconds:
         """Add the time since the last call, during which each holder held so many blocks."""
         elapsed_s = now_s - self._last_s if self._last_s is not None else 0.0
         if elapsed_s > 0:
+            totals = self.totals
             for holder, count in num_blocks.items():
-                self.totals[holder] = self.totals.get(holder, 0.0) + count * elapsed_s
+                if count:
+                    totals[holder] = totals.get(holder, 0.0) + count * elapsed_s
         self._last_s = now_s
