@@ -6,12 +6,13 @@ gaps by one factor, by which leases must be divided too (`Workload.scaled_s`); s
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from .plan import PlannedSession, PlannedTurn
 
@@ -119,7 +120,14 @@ SMALL: Final = Workload(
 """The same for a model with 8k of context on CPUs: tokens by about 25, gaps by 20."""
 
 
-def generate(workload: Workload, num_sessions: int, *, seed: int, rate_per_s: float | None) -> Iterator[PlannedSession]:
+def generate(
+    workload: Workload,
+    num_sessions: int,
+    *,
+    seed: int,
+    rate_per_s: float | None,
+    wanted: Container[int] | None = None,
+) -> Iterator[PlannedSession]:
     """Yield sessions in the order of their start; the n-th is the same whatever `num_sessions` and the rate are.
 
     Args:
@@ -127,6 +135,7 @@ def generate(workload: Workload, num_sessions: int, *, seed: int, rate_per_s: fl
         num_sessions: how many.
         seed: 0 or more; all is drawn from it.
         rate_per_s: sessions that begin per second, at random (Poisson); None: all begin at 0.
+        wanted: the numbers, from 0, of those that are yielded; None: all. The others are not even drawn.
 
     Raises:
         ValueError: a number is negative.
@@ -139,33 +148,41 @@ def generate(workload: Workload, num_sessions: int, *, seed: int, rate_per_s: fl
     for index in range(num_sessions):
         if rate_per_s is not None:
             start_s += float(arrivals.exponential(1 / rate_per_s))
-        yield PlannedSession(start_s, _turns(workload, np.random.default_rng((seed, index))))
+        if wanted is None or index in wanted:
+            yield PlannedSession(start_s, _turns(workload, np.random.default_rng((seed, index))))
 
 
 def _turns(workload: Workload, random: np.random.Generator) -> tuple[PlannedTurn, ...]:
-    num_turns = min(max(1, round(_draw(workload.num_turns, random, 1)[0])), workload.max_turns)
+    num_turns = min(max(1, round(float(_draw(workload.num_turns, random, 1)[0]))), workload.max_turns)
     first = _first_tokens(workload, random.random())
-    growths, outputs = _draw(workload.growth, random, num_turns), _draw(workload.output, random, num_turns)
-    after_tool = (random.random(num_turns) < workload.tool_share).tolist()
-    after = _draw(workload.gap_after_tool, random, num_turns), _draw(workload.gap_after_stop, random, num_turns)
-    events, places = random.random(num_turns).tolist(), random.random(num_turns).tolist()
-    max_output = max(1, workload.max_context_tokens // 10)
-    output = min(max(1, round(outputs[0])), max_output)
-    turns = [PlannedTurn(0.0, after_tool=False, delta_tokens=first, output_tokens=output)]
-    history = first + output
+    growths, drawn_outputs = _draw(workload.growth, random, num_turns), _draw(workload.output, random, num_turns)
+    after_tool = random.random(num_turns) < workload.tool_share
+    tool_gaps, stop_gaps = (_draw(gap, random, num_turns) for gap in (workload.gap_after_tool, workload.gap_after_stop))
+    events, places = random.random(num_turns), random.random(num_turns)
+    most, max_output = workload.max_context_tokens, max(1, workload.max_context_tokens // 10)
     min_delta = max(1, round(workload.growth.median * _MIN_DELTA_SHARE))
-    for i in range(1, num_turns):
-        delta = max(min_delta, round(growths[i]) - output)
-        output = min(max(1, round(outputs[i])), max_output)
-        kept = _kept(workload, history, events[i], places[i])
-        if (history if kept is None else kept) + delta + output > workload.max_context_tokens:
+    outputs = np.clip(np.rint(drawn_outputs), 1, max_output).astype(np.int64)
+    deltas = np.maximum(min_delta, np.rint(growths[1:]).astype(np.int64) - outputs[:-1])
+    planned = zip(
+        np.where(after_tool, tool_gaps, stop_gaps)[1:].tolist(),
+        after_tool[1:].tolist(),
+        deltas.tolist(),
+        outputs[1:].tolist(),
+        events[1:].tolist(),
+        places[1:].tolist(),
+        strict=True,
+    )
+    history = first + int(outputs[0])
+    turns = [PlannedTurn(0.0, after_tool=False, delta_tokens=first, output_tokens=int(outputs[0]))]
+    for gap_s, is_after_tool, delta, output, event, place in planned:
+        kept = _kept(workload, history, event, place)
+        if (history if kept is None else kept) + delta + output > most:
             kept = min(workload.system_tokens, history)
-            delta = min(delta, workload.max_context_tokens - kept - output)
-        elif kept is not None and events[i] < workload.compaction_share:
-            delta += round((history - kept) * _between(_COMPACTED, places[i]))
-            delta = max(1, min(delta, workload.max_context_tokens - kept - output))
-        gap_s = after[0][i] if after_tool[i] else after[1][i]
-        turns.append(PlannedTurn(gap_s, after_tool[i], delta, output, kept))
+            delta = min(delta, most - kept - output)  # noqa: PLW2901 (what was drawn does not fit)
+        elif kept is not None and event < workload.compaction_share:
+            delta += round((history - kept) * _between(_COMPACTED, place))  # noqa: PLW2901 (a summary)
+            delta = max(1, min(delta, most - kept - output))  # noqa: PLW2901
+        turns.append(PlannedTurn(gap_s, is_after_tool, delta, output, kept))
         history = (history if kept is None else kept) + delta + output
     return tuple(turns)
 
@@ -191,9 +208,8 @@ def _first_tokens(workload: Workload, chance: float) -> int:
     return max(workload.system_tokens, round(drawn))
 
 
-def _draw(distribution: LogNormal, random: np.random.Generator, num: int) -> list[float]:
-    values: list[float] = np.exp(random.normal(math.log(distribution.median), distribution.sigma, num)).tolist()
-    return values
+def _draw(distribution: LogNormal, random: np.random.Generator, num: int) -> npt.NDArray[np.float64]:
+    return np.exp(random.normal(math.log(distribution.median), distribution.sigma, num))
 
 
 def _between(ends: tuple[float, float], place: float) -> float:
