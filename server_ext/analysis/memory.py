@@ -6,7 +6,6 @@ block is a chunk of tokens, and a chunk's id stands for all up to its end. What 
 until it is taken. Not modelled: blocks that sessions share.
 """
 
-import heapq
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
 _FEW: Final = 48
 """Blocks up to which a loop is faster than numpy."""
 _MAX_ID: Final = int(np.iinfo(np.int32).max)
+_NONE: "Final[array[int]]" = array("i")
+"""Nobody changes it."""
 
 
 class NumberPool:
@@ -74,15 +75,16 @@ class NumberPool:
             if not left:
                 free[block_id] = None
 
-    def take(self, num_blocks: int) -> "array[int]":
-        """Return so many free blocks, with a reference on each, and with a new seal; there must be as many."""
-        free, references, seals = self._free, self._references, self._seals
-        seal = object()
-        ids = array("i", [free.popitem(last=False)[0] for _ in range(num_blocks)])
-        for block_id in ids:
+    def take(self, num_blocks: int) -> "tuple[array[int], object]":
+        """Return so many free blocks, with a reference on each, and their new seal; there must be as many."""
+        pop, references, seals = self._free.popitem, self._references, self._seals
+        seal, ids = object(), array("i")
+        for _ in range(num_blocks):
+            block_id = pop(last=False)[0]
+            ids.append(block_id)
             references[block_id] = 1
             seals[block_id] = seal
-        return ids
+        return ids, seal
 
     def num_references(self, block_id: int) -> int:
         """Return all references on a block."""
@@ -90,8 +92,7 @@ class NumberPool:
 
     def seals(self, block_ids: Sequence[int]) -> list[object | None]:
         """Return the seals of blocks: each is that of its last `take`."""
-        seals = self._seals
-        return [seals[block_id] for block_id in block_ids]
+        return list(map(self._seals.__getitem__, block_ids))
 
     def num_free_blocks(self) -> int:
         """Return the number of free blocks."""
@@ -119,6 +120,8 @@ class Request:
     """Leading chunks that the session's last turn had too."""
     block_ids: "array[int]"
     """[chunks]; empty until it is admitted."""
+    seals: list[object | None]
+    """[chunks], of these blocks."""
 
 
 class DecodeMemory:
@@ -137,9 +140,6 @@ class DecodeMemory:
         self.revoked_tokens = 0
         self._gaps = GapModel(max_sessions=settings.max_sessions)
         numbers = count()
-        self._ttl_s = settings.default_ttl_s
-        self._dues: list[float] = []
-        """When leases may end."""
         self._retention_s = settings.session_retention_s
         self.table = LeaseTable(
             self.pool,
@@ -188,29 +188,29 @@ class DecodeMemory:
         self.catch_up(now_s)
         self._forget_old(now_s)
         self._used.pop(key, None)
-        before, chunk = self._ids.get(key, array("i")), self.chunk_tokens
+        before, chunk = self._ids.get(key, _NONE), self.chunk_tokens
         num_shared = min(shared_tokens // chunk, len(before))
         num_chunks = -(-(prompt_tokens + output_tokens) // chunk)
-        ids = before[:num_shared] + self._fresh(max(0, num_chunks - num_shared))
+        ids = before[:num_shared]
+        if num_chunks > num_shared:
+            ids += self._fresh(num_chunks - num_shared)
         self._gaps.began(key, now_s=now_s)
         wants = want_ticket if isinstance(want_ticket, bool) else _in_chunks(want_ticket, chunk)
         begun = self.table.begin(
             key, ids[: -(-prompt_tokens // chunk)], fingerprint, now_s=now_s, want_ticket=wants, nonce=nonce
         )
         self._ids[key] = ids
-
-        def tokens(num_chunks: int) -> int:
-            # A last chunk that is not full counts where all before it is there.
-            return shared_tokens if num_chunks >= shared_tokens // chunk and num_shared else num_chunks * chunk
-
-        held = tokens(begun.matched_tokens) if begun.held_tokens else 0
-        cached = tokens(len(self._cached_ids(key, num_shared)))
-        return Request(key, nonce, ids, begun, held, max(held, cached), num_shared, array("i"))
+        # A last chunk that is not full counts where all before it is there.
+        enough = shared_tokens // chunk if num_shared else _MAX_ID
+        held, cached = begun.matched_tokens, len(self._cached(key, num_shared, begun.matched_tokens)[0])
+        held = shared_tokens if held >= enough else held * chunk
+        cached = shared_tokens if cached >= enough else cached * chunk
+        return Request(key, nonce, ids, begun, held, max(held, cached), num_shared, _NONE, [])
 
     def admit(self, request: Request, *, now_s: float) -> bool:
         """Give a request its blocks, those that the prefix cache has first; return False where it does not fit."""
         pool = self.pool
-        own_ids = self._cached_ids(request.key, request.num_shared)
+        own_ids, own_seals = self._cached(request.key, request.num_shared)
         if own_ids:
             pool.pin(own_ids)
         num_missing = len(request.ids) - len(own_ids)
@@ -222,34 +222,39 @@ class DecodeMemory:
             if own_ids:
                 pool.unpin(own_ids)
             return False
-        request.block_ids = own_ids + pool.take(num_missing)
+        new_ids, seal = pool.take(num_missing)
+        request.block_ids = own_ids + new_ids
+        request.seals = own_seals + [seal] * num_missing
         return True
 
     def end(self, request: Request, ended_by: str, *, now_s: float) -> None:
         """End a request: its blocks become its session's lease; without blocks the lease before stays."""
         key, table = request.key, self.table
+        self.catch_up(now_s)
         self._gaps.ended(key, ended_by, now_s=now_s)
         if request.block_ids:
             table.finish(request.nonce, request.block_ids, len(request.ids), request.ids, now_s=now_s)
             self.pool.unpin(request.block_ids)
             if table.is_open(request.nonce):
                 table.settle(request.nonce, len(request.ids), ttl_s=None, now_s=now_s)
-            self._blocks[key] = request.block_ids, self.pool.seals(request.block_ids)
+            self._blocks[key] = request.block_ids, request.seals
         else:
             table.abandon(request.nonce, return_ticket=True, now_s=now_s)
-        heapq.heappush(self._dues, now_s + self._ttl_s)
         self._used[key] = now_s
+
+    def return_ticket(self, ticket_id: str, *, now_s: float) -> None:
+        """Give a ticket back; without effect where its time was over."""
+        self.catch_up(now_s)
+        self.table.return_ticket(ticket_id, now_s=now_s)
 
     def extend(self, key: Key, ttl_s: float, *, now_s: float) -> None:
         """Keep a session's lease for longer, as its agent asks; without effect where there is none."""
         with suppress(LeaseLost):
-            heapq.heappush(self._dues, now_s + self.table.extend(key, ttl_s, now_s=now_s).remaining_s)
+            self.table.extend(key, ttl_s, now_s=now_s)
 
     def catch_up(self, now_s: float) -> None:
         """Let leases end when they were due, where the table was left alone since: so their time counts as it was."""
-        dues = self._dues
-        while dues and dues[0] <= now_s:
-            self.table.sweep(now_s=heapq.heappop(dues))
+        self.table.catch_up(now_s=now_s)
 
     def forget(self, key: Key, *, now_s: float) -> None:
         """Drop all that is known of a session without an open turn."""
@@ -259,22 +264,31 @@ class DecodeMemory:
         self._blocks.pop(key, None)
         self._used.pop(key, None)
 
-    def _cached_ids(self, key: Key, num_chunks: int) -> "array[int]":
-        """Return those of the first blocks of a session's last request that still have what was computed."""
+    def _cached(self, key: Key, num_chunks: int, num_leased: int = 0) -> "tuple[array[int], list[object | None]]":
+        """Return those of the first blocks of a session's last request that still have what was computed, sealed.
+
+        Args:
+            key: the session.
+            num_chunks: how many of the first blocks are asked for.
+            num_leased: of the first ones, that its lease holds: nobody took them.
+        """
         found = self._blocks.get(key)
-        if found is None:
-            return array("i")
+        if found is None or not num_chunks:
+            return _NONE, []
         block_ids, before = found[0][:num_chunks], found[1][:num_chunks]
-        now = self.pool.seals(block_ids)
-        if now == before:
-            return block_ids
-        return block_ids[: next(i for i, pair in enumerate(zip(before, now, strict=True)) if pair[0] is not pair[1])]
+        if num_leased < len(block_ids):
+            now = self.pool.seals(block_ids)
+            if now != before:
+                num_intact = next(i for i, pair in enumerate(zip(before, now, strict=True)) if pair[0] is not pair[1])
+                return block_ids[:num_intact], before[:num_intact]
+        return block_ids, before
 
     def _forget_old(self, now_s: float) -> None:
         """Drop the sessions that ended their last turn too long ago."""
-        while self._used:
-            key, used_s = next(iter(self._used.items()))
-            if used_s + self._retention_s > now_s:
+        used = self._used
+        while used:
+            key = next(iter(used))
+            if used[key] + self._retention_s > now_s:
                 break
             self.forget(key, now_s=now_s)
 
