@@ -30,8 +30,9 @@ from server_ext.cli._measure import Measurement, say, words
 from server_ext.launch.command import StackConfig
 from server_ext.launch.model import SMOLLM2, ensure_smollm2
 from server_ext.launch.stack import ensure_secret, free_ports, running_stack
+from server_ext.simulation.config import FleetConfig
 from server_ext.simulation.fit import Shape, fit_rates
-from server_ext.simulation.fleet import Fleet, FleetConfig
+from server_ext.simulation.fleet import Fleet
 from server_ext.traffic import SMALL, LogNormal, PlannedSession, generate
 
 if TYPE_CHECKING:
@@ -242,7 +243,7 @@ def simulated(rates: FleetRates, plan: list[PlannedSession]) -> Results:
             chunk_tokens=BLOCK_TOKENS,
         )
     )
-    return fleet.run(iter(plan))
+    return fleet.run(iter(plan)).results()
 
 
 def compare(seed: int, plan: list[PlannedSession], rows: list[Row], sim: Results, took_s: float) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def rates(
     try:
         import server_ext.simulation.fit  # noqa: F401 (whether it can be imported)
     except ModuleNotFoundError as error:
-        if error.name not in {"numpy", "msgspec", "simpy"}:
+        if error.name not in {"numpy", "msgspec"}:
             raise
         say_and_exit(f"rates needs {error.name}: pip install 'bidikv-sdk[analyze]'")
     base_url = _base_url(url)

@@ -69,6 +69,10 @@ def simulate(
     target_p99: Annotated[float | None, typer.Option(help="Seconds to the first token that 99 % shall meet.")] = None,
     seed: Annotated[int, typer.Option(help="All is drawn from it.", min=0)] = 0,
     chunk: Annotated[int, typer.Option(help="Tokens that leases are counted in; more is faster.", min=16)] = 256,
+    groups: Annotated[
+        int,
+        typer.Option(help="Parts of the fleet with a P of their own choice each, which run on different cores.", min=1),
+    ] = 1,
     json_path: Annotated[str | None, typer.Option("--json", help="Write JSON there; - prints it alone.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
 ) -> None:
@@ -77,7 +81,7 @@ def simulate(
         from server_ext.simulation.rates import from_limits, read_rates
         from server_ext.simulation.scenario import Scenario, grid, parse_axes
     except ModuleNotFoundError as error:
-        if error.name not in {"numpy", "msgspec", "simpy"}:
+        if error.name not in {"numpy", "msgspec"}:
             raise
         say_and_exit(f"simulate needs {error.name}: pip install 'bidikv-sdk[analyze]'")
     try:
@@ -102,6 +106,7 @@ def simulate(
             prefill_cache=prefill_cache,
             chunk=chunk,
             seed=seed,
+            groups=groups,
         )
         scenarios = grid(base, parse_axes(sweep or []))
     except ValueError as error:
@@ -126,7 +131,8 @@ def _run(scenarios: list[tuple[dict[str, Any], Scenario]], *, quiet: bool) -> li
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    from server_ext.simulation.scenario import Cell, run
+    from server_ext.simulation.run import num_cores, run
+    from server_ext.simulation.scenario import Cell
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     cells = []
@@ -137,7 +143,8 @@ def _run(scenarios: list[tuple[dict[str, Any], Scenario]], *, quiet: bool) -> li
         task = progress.add_task("simulating", total=total)
         done = 0
         for values, scenario in scenarios:
-            results = run(scenario, on_progress=partial(_show_progress, progress, task, done))
+            show = partial(_show_progress, progress, task, done)
+            results = run(scenario, num_processes=num_cores(), on_progress=show)
             cells.append(Cell(values, scenario, results))
             done += scenario.num_sessions
             progress.update(task, completed=done)

@@ -202,7 +202,8 @@ class Batch:
 
     def next_end_s(self) -> float:
         """Return when the next sequence ends if nothing changes; there must be one."""
-        return self._at_s + max(0.0, self._ends[0][0] - self._steps) * self._step_s
+        left = self._ends[0][0] - self._steps
+        return self._at_s + left * self._step_s if left > 0.0 else self._at_s
 
     def slow(self, extra_s: float, *, now_s: float) -> None:
         """Let every step take so much longer from now on: it prefills a chunk too."""
@@ -218,8 +219,9 @@ class Batch:
             self._change()
 
     def _change(self) -> None:
-        if self._ends:
-            alone_s = self._rates.step_s(len(self._ends), self._context_tokens)
+        num = len(self._ends)
+        if num:
+            alone_s = self._rates.step_s(num, self._context_tokens)
             self._step_s = alone_s * self._factor + self._extra_s
 
 

@@ -1,32 +1,30 @@
-"""Moves turns through a fleet: a discrete-event simulation on simpy's clock.
+"""Moves turns through a fleet: a discrete-event simulation on a simulated clock.
 
-The way of a turn, one event each: `_start` (its home looks up the lease) -> `_ready` (P has what D held) ->
+The way of a turn, one event each: `_begin_turn` (its home looks up the lease) -> `_ready` (P has what D held) ->
 `_computed` (P is done, D may have its ticket back) -> `_arrived` (D has the KV; it waits for blocks) -> `_step`
-(its answer ends, its blocks become the lease). A turn that D computes itself goes from `_start` to `_arrived` and
-`_computed_here`. Nothing happens between events, and there is one process only, the clock: a process for each
+(its answer ends, its blocks become the lease). A turn that D computes itself goes from `_begin_turn` to `_arrived` and
+`_computed_here`. Nothing happens between events, and there is nothing but the clock: a coroutine for each
 session would take several times as long.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from hashlib import blake2b
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from itertools import count
 from random import Random
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-import simpy
-
-from bidikv_sdk.wire import Route
 from server_ext.analysis.memory import DecodeMemory, chunk_rates
 from server_ext.core.gaps import TOOL_PREFIX
-from server_ext.core.settings import HomeSettings
 
+from .clock import Clock
+from .config import FleetConfig, part
 from .engines import DecodeEngine, PrefillEngine
-from .rates import FleetRates
-from .results import Recorder, Results
+from .results import Recorder
 from .turn import Session, Turn
 
 if TYPE_CHECKING:
+    from bidikv_sdk.wire import Route
     from server_ext.traffic import PlannedSession
 
 _TOOL: Final = TOOL_PREFIX + "any"
@@ -35,56 +33,25 @@ _WARM_UP: Final = 0.25
 _EXPIRY_MARGIN_S: Final = 5.0
 """A reader declines a ticket with less to go."""
 _NEVER: Final = float("inf")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetConfig:
-    """A fleet, and how it is run.
-
-    Raises:
-        ValueError: a value makes no sense; the text names it.
-    """
-
-    num_prefill: int
-    """0: every turn is computed where it is decoded."""
-    num_decode: int
-    rates: FleetRates
-    settings: HomeSettings
-    route: Route = "fetch"
-    has_prefill_cache: bool = True
-    """Whether a prefill engine finds in its own prefix cache what it computed before, as far as its pool reaches."""
-    holds_tools: bool = False
-    """Whether agents keep their lease alive during tool calls (`session.hold`), up to the server's `max_ttl_s`."""
-    chunk_tokens: int = 256
-    """What leases are counted in; fewer is finer and slower."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name, value, least in (
-            ("num_prefill", self.num_prefill, 0),
-            ("num_decode", self.num_decode, 1),
-            ("chunk_tokens", self.chunk_tokens, 1),
-            ("seed", self.seed, 0),
-        ):
-            if value < least:
-                msg = f"{name} is {value}; give at least {least}"
-                raise ValueError(msg)
+_TOLD_EVERY: Final = 500
+"""Sessions between two reports of progress."""
 
 
 class Fleet:
-    """One run of one fleet."""
+    """One run of one fleet, or of one of its groups."""
 
-    def __init__(self, config: FleetConfig) -> None:
+    def __init__(self, config: FleetConfig, group: int = 0) -> None:
         rates = config.rates
         # The table counts in chunks; the least to fetch is compared in tokens, here.
         settings = replace(config.settings, min_fetch_tokens=0)
         self._config = config
         self._rates = rates
         self._route: Route = "local" if not config.num_prefill else config.route
-        self._clock = simpy.Environment()
-        self._random = Random(config.seed)  # noqa: S311 (a simulation's choices, no secrets)
+        self._clock = Clock()
+        self._random = Random(config.seed * config.num_groups + group)  # noqa: S311 (a simulation's choices, no secrets)
         cache_tokens = rates.pool_tokens if config.has_prefill_cache else 0
-        self.prefills = [PrefillEngine(str(number), cache_tokens) for number in range(config.num_prefill)]
+        numbers = part(config.num_prefill, group, config.num_groups)
+        self.prefills = [PrefillEngine(str(number), cache_tokens) for number in numbers]
         computing = chunk_rates(rates.prefill_s_per_token, rates.attention_tokens, config.chunk_tokens)
         self.decodes = [
             DecodeEngine(
@@ -92,8 +59,9 @@ class Fleet:
                 rates,
                 config.settings,
             )
-            for _ in range(config.num_decode)
+            for _ in config.homes(group)
         ]
+        self._first_home = config.homes(group).start
         if rates.shares_machines:
             for prefill, home in zip(self.prefills, self.decodes, strict=False):
                 prefill.neighbour, home.neighbour = home, prefill
@@ -104,60 +72,53 @@ class Fleet:
         self,
         sessions: "Iterator[PlannedSession]",
         *,
+        numbers: "Iterable[int] | None" = None,
         last_start_s: float | None = None,
         on_progress: Callable[[int], None] | None = None,
-    ) -> Results:
-        """Run sessions to their end, once.
+    ) -> Recorder:
+        """Run sessions to their end, once; return what was seen.
 
         Args:
-            sessions: in the order of their start.
+            sessions: in the order of their start; those of the group.
+            numbers: what they are called; their homes follow from it. None: 0 and up.
             last_start_s: when the last one begins, about: the figures are of the turns from a quarter of that time
                 up to it. None: of all turns.
             on_progress: told the number of sessions that have begun, now and then.
         """
-        self._sessions = enumerate(sessions)
+        self._sessions = zip(count() if numbers is None else numbers, sessions, strict=False)
         self._on_progress = on_progress or (lambda _: None)
+        self._next_told = 0
         self._open_next()
         if last_start_s is not None:
             for at_s in (_WARM_UP * last_start_s, last_start_s):
-                self._at(at_s, self._take_busy)
+                self._clock.after(at_s, self._take_busy)
         self._recorder.window_s = (0.0, _NEVER) if last_start_s is None else (_WARM_UP * last_start_s, last_start_s)
         self._clock.run()
-        return self._recorder.results(self._config, self.prefills, self.decodes, end_s=self._clock.now)
+        self._recorder.close(self._config, self.prefills, self.decodes, end_s=self._clock.now_s)
+        return self._recorder
 
     # ---------------------------------------------------------------- the clock
 
-    def _at(self, delay_s: float, callback: Callable[[Any], None], value: Any = None) -> None:
-        callbacks = self._clock.timeout(delay_s, value).callbacks
-        callbacks.append(callback)
-
-    def _take_busy(self, _event: Any) -> None:
-        self._recorder.take_busy(self.prefills, self.decodes, now_s=self._clock.now)
+    def _take_busy(self, _: None) -> None:
+        self._recorder.take_busy(self.prefills, self.decodes, now_s=self._clock.now_s)
 
     # ---------------------------------------------------------------- sessions
 
-    def _open_next(self, event: Any = None) -> None:
+    def _open_next(self, planned: "tuple[int, PlannedSession] | None" = None) -> None:
         """Begin the session that is due, and wait for the next."""
-        if event is not None:
-            number, plan = event.value
-            self._begin_turn(Session(number, plan, self.decodes[self._home(number)]))
-            if number % 1000 == 0:
+        if planned is not None:
+            number, plan = planned
+            self._begin_turn(Session(number, plan, self.decodes[self._config.home(number) - self._first_home]))
+            if number >= self._next_told:
                 self._on_progress(number)
+                self._next_told = number + _TOLD_EVERY
         following = next(self._sessions, None)
         if following is not None:
-            self._at(max(0.0, following[1].start_s - self._clock.now), self._open_next, following)
-
-    def _home(self, number: int) -> int:
-        # As even, and as deaf to load, as rendezvous hashing over the engines.
-        digest = blake2b(b"%d" % number, digest_size=8).digest()
-        return int.from_bytes(digest, "little") % len(self.decodes)
-
-    def _start(self, event: Any) -> None:
-        self._begin_turn(event.value)
+            self._clock.after(max(0.0, following[1].start_s - self._clock.now_s), self._open_next, following)
 
     def _begin_turn(self, session: Session) -> None:
         """Let the home look up the lease, and send the turn on its way."""
-        now_s, home, route = self._clock.now, session.home, self._route
+        now_s, home, route = self._clock.now_s, session.home, self._route
         plan = session.plan.turns[session.next_turn]
         session.next_turn += 1
         self._num_turns += 1
@@ -171,13 +132,13 @@ class Fleet:
         turn.idle_s = self._rates.control_s
         if turn.way == "local":
             turn.cached_tokens = turn.request.cached_tokens
-            self._at(ready_s - now_s, self._arrived, turn)
+            self._clock.after(ready_s - now_s, self._arrived, turn)
         else:
             self._to_prefill(turn, ready_s)
 
     def _look_up(self, turn: Turn, nonce: str) -> None:
         """Ask the home for the lease, and for the way where it chooses."""
-        now_s, session = self._clock.now, turn.session
+        now_s, session = self._clock.now_s, turn.session
         home, want_ticket, routed = session.home, turn.way == "fetch", None
         if self._route == "auto":
             pairs = (turn.prefill.name,) if turn.prefill is not None else ()
@@ -201,7 +162,7 @@ class Fleet:
     # ---------------------------------------------------------------- on P
 
     def _to_prefill(self, turn: Turn, ready_s: float) -> None:
-        now_s, rates, home = self._clock.now, self._rates, turn.session.home
+        now_s, rates, home = self._clock.now_s, self._rates, turn.session.home
         prefill = turn.prefill
         assert prefill is not None  # noqa: S101 (only with prefill engines does a turn go here)
         held, begun = turn.request.held_tokens, turn.request.begun
@@ -211,10 +172,10 @@ class Fleet:
         look_s = max(ready_s, prefill.free_s())
         settings = self._config.settings
         if begun.ticket is None or held <= cached or held < settings.min_fetch_tokens:
-            self._at(ready_s - now_s, self._ready, turn)
+            self._clock.after(ready_s - now_s, self._ready, turn)
         elif look_s - now_s + _EXPIRY_MARGIN_S >= settings.ticket_ttl_s:
             turn.is_ticket_late = True
-            self._at(ready_s - now_s, self._ready, turn)
+            self._clock.after(ready_s - now_s, self._ready, turn)
         else:
             turn.fetched_tokens = held - cached
             duration_s = turn.fetched_tokens * rates.fetch_s_per_token
@@ -222,24 +183,33 @@ class Fleet:
             sent_s = home.outbound.reserve(duration_s, now_s=look_s)
             end_s = max(sent_s, prefill.inbound.reserve(duration_s, now_s=look_s)) + rates.fetch_fixed_s
             turn.fetch_s = end_s - look_s
-            self._at(end_s - now_s, self._ready, turn)
+            self._clock.after(end_s - now_s, self._ready, turn)
 
     def _choose(self) -> PrefillEngine:
         """Return the shorter queue of two: nearly as good as the shortest of all, and as cheap for many."""
-        prefills = self.prefills
-        if len(prefills) == 1:
+        prefills, num_prefills = self.prefills, len(self.prefills)
+        if num_prefills == 1:
             return prefills[0]
-        one, two = self._random.sample(prefills, 2)
-        return one if one.free_s() <= two.free_s() else two
+        one, two = self._below(num_prefills), self._below(num_prefills - 1)
+        if two == one:
+            two = num_prefills - 1
+        return prefills[one] if prefills[one].free_s() <= prefills[two].free_s() else prefills[two]
 
-    def _ready(self, event: Any) -> None:
+    def _below(self, end: int) -> int:
+        """Pick a number below `end` at random, as `Random.sample` does, without its checks."""
+        num_bits, draw = end.bit_length(), self._random.getrandbits
+        number = draw(num_bits)
+        while number >= end:
+            number = draw(num_bits)
+        return number
+
+    def _ready(self, turn: Turn) -> None:
         """Put a prompt into P's queue: what is fetched for it is there."""
-        turn: Turn = event.value
         prefill = turn.prefill
         assert prefill is not None  # noqa: S101 (as above)
         turn.compute_s = self._rates.prefill_s(turn.prompt_tokens, turn.cached_tokens + turn.fetched_tokens)
         turn.idle_s += turn.compute_s
-        prefill.add(turn, now_s=self._clock.now)
+        prefill.add(turn, now_s=self._clock.now_s)
         if len(prefill.queue) == 1:
             self._wake_prefill(prefill)
             self._share(prefill, prefill.neighbour)
@@ -247,25 +217,25 @@ class Fleet:
     def _wake_prefill(self, prefill: PrefillEngine) -> None:
         """See to it that P is looked at when its prompt is computed; what was foreseen before no longer counts."""
         prefill.num_changes += 1
-        delay_s = max(0.0, prefill.next_end_s() - self._clock.now)
-        self._at(delay_s, self._computed, (prefill, prefill.num_changes))
+        delay_s = max(0.0, prefill.next_end_s() - self._clock.now_s)
+        self._clock.after(delay_s, self._computed, (prefill, prefill.num_changes))
 
     def _share(self, prefill: PrefillEngine | None, home: DecodeEngine | None) -> None:
         """Let two engines on one machine take each other's time."""
         if prefill is None or home is None:
             return
-        now_s, rates = self._clock.now, self._rates
+        now_s, rates = self._clock.now_s, self._rates
         home.batch.stretch(rates.decode_slowdown if prefill.queue else 1.0, now_s=now_s)
         self._wake(home)
         if prefill.set_speed(1 / rates.prefill_slowdown if len(home.batch) else 1.0, now_s=now_s):
             self._wake_prefill(prefill)
 
-    def _computed(self, event: Any) -> None:
+    def _computed(self, foreseen: tuple[PrefillEngine, int]) -> None:
         """Give the ticket back, and hand over what D has not."""
-        prefill, num_changes = event.value
+        prefill, num_changes = foreseen
         if num_changes != prefill.num_changes:
             return
-        now_s, rates = self._clock.now, self._rates
+        now_s, rates = self._clock.now_s, self._rates
         turn = prefill.pop(now_s=now_s)
         home = turn.session.home
         if prefill.queue:
@@ -276,7 +246,7 @@ class Fleet:
         if turn.way != "recompute":
             prefill.cache(turn.session.number, turn.prompt_tokens)
         if turn.request.begun.ticket is not None:
-            home.memory.table.return_ticket(turn.request.begun.ticket.ticket_id, now_s=now_s)
+            home.memory.return_ticket(turn.request.begun.ticket.ticket_id, now_s=now_s)
             if home.waiting:
                 self._admit(home)
         # What is computed again carries a salt of its own, also on D.
@@ -285,18 +255,18 @@ class Fleet:
         turn.idle_s += duration_s + rates.handover_fixed_s + rates.step_s(1, turn.prompt_tokens)
         sent_s = prefill.outbound.reserve(duration_s, now_s=now_s)
         end_s = max(sent_s, home.inbound.reserve(duration_s, now_s=now_s)) + rates.handover_fixed_s
-        self._at(end_s - now_s, self._arrived, turn)
+        self._clock.after(end_s - now_s, self._arrived, turn)
 
     # ---------------------------------------------------------------- on D
 
-    def _arrived(self, event: Any) -> None:
-        home = event.value.session.home
-        home.waiting.append(event.value)
+    def _arrived(self, turn: Turn) -> None:
+        home = turn.session.home
+        home.waiting.append(turn)
         self._admit(home)
 
     def _admit(self, home: DecodeEngine) -> None:
         """Give blocks to what waits for them, in order."""
-        now_s, waiting = self._clock.now, home.waiting
+        now_s, waiting = self._clock.now_s, home.waiting
         while waiting:
             turn = waiting[0]
             if not home.memory.admit(turn.request, now_s=now_s):
@@ -317,12 +287,12 @@ class Fleet:
 
     def _can_change(self, home: DecodeEngine) -> bool:
         """Tell whether something holds blocks that will give them back."""
-        pool = home.memory.table.pool(now_s=self._clock.now)
+        pool = home.memory.table.pool(now_s=self._clock.now_s)
         return bool(len(home.batch) or home.computing or pool.pending_ticket_blocks)
 
     def _compute_here(self, home: DecodeEngine) -> None:
         """Prefill the first of the queue on D, in chunks that share their steps with what decodes."""
-        turn, now_s = home.computing[0], self._clock.now
+        turn, now_s = home.computing[0], self._clock.now_s
         num_new = turn.prompt_tokens - turn.cached_tokens
         turn.compute_s = self._rates.prefill_s(turn.prompt_tokens, turn.cached_tokens)
         turn.idle_s += turn.compute_s
@@ -330,15 +300,14 @@ class Fleet:
         duration_s = turn.compute_s + num_steps * home.batch.step_s
         home.batch.slow(turn.compute_s / num_steps, now_s=now_s)
         self._observe_step(home, num_new // num_steps)
-        self._at(duration_s, self._computed_here, home)
+        self._clock.after(duration_s, self._computed_here, home)
 
-    def _computed_here(self, event: Any) -> None:
-        home = event.value
+    def _computed_here(self, home: DecodeEngine) -> None:
         turn = home.computing.popleft()
-        home.batch.slow(0.0, now_s=self._clock.now)
+        home.batch.slow(0.0, now_s=self._clock.now_s)
         # The last chunk's step has made the first token.
         self._decode(home, turn, num_done=1, lag_steps=0.0)
-        turn.first_token_s = self._clock.now
+        turn.first_token_s = self._clock.now_s
         if home.computing:
             self._compute_here(home)
         self._wake(home)
@@ -347,28 +316,27 @@ class Fleet:
         num_steps = turn.plan.output_tokens - num_done
         context_tokens = turn.prompt_tokens + turn.plan.output_tokens // 2
         turn.first_token_s = home.batch.join(
-            turn, num_steps, context_tokens, lag_steps=lag_steps, now_s=self._clock.now
+            turn, num_steps, context_tokens, lag_steps=lag_steps, now_s=self._clock.now_s
         )
         self._share(home.neighbour, home)
         self._observe_step(home, 0)
 
     def _observe_step(self, home: DecodeEngine, num_prompt_tokens: int) -> None:
-        if self._route == "auto" and len(home.batch):
-            home.learned.observe_step(
-                home.batch.step_s, num_decodes=len(home.batch), num_prompt_tokens=num_prompt_tokens
-            )
+        if self._route == "auto" and (num_decodes := len(home.batch)):
+            home.learned.observe_step(home.batch.step_s, num_decodes=num_decodes, num_prompt_tokens=num_prompt_tokens)
 
     def _wake(self, home: DecodeEngine) -> None:
         """See to it that the batch is looked at when its next sequence ends, at the latest."""
         if len(home.batch):
-            at_s = max(home.batch.next_end_s(), self._clock.now)
+            now_s = self._clock.now_s
+            at_s = max(home.batch.next_end_s(), now_s)
             if at_s < home.wake_s:
                 home.wake_s = at_s
-                self._at(at_s - self._clock.now, self._step, home)
+                self._clock.after(at_s - now_s, self._step, home)
 
-    def _step(self, event: Any) -> None:
+    def _step(self, home: DecodeEngine) -> None:
         """End what has its last token; an event that an earlier one made needless does nothing."""
-        home, now_s = event.value, self._clock.now
+        now_s = self._clock.now_s
         if home.wake_s > now_s:
             return
         home.wake_s = _NEVER
@@ -382,7 +350,7 @@ class Fleet:
 
     def _end(self, home: DecodeEngine, turn: Turn) -> None:
         """Make the turn's blocks the lease, and come back after the gap."""
-        now_s, session = self._clock.now, turn.session
+        now_s, session = self._clock.now_s, turn.session
         turns = session.plan.turns
         following = turns[session.next_turn] if session.next_turn < len(turns) else None
         calls_tool = following is not None and following.after_tool
@@ -397,4 +365,4 @@ class Fleet:
             ttl_s = following.gap_s + self._config.settings.default_ttl_s
             home.memory.extend(session.key, ttl_s, now_s=now_s)
         session.history_tokens = turn.prompt_tokens + turn.plan.output_tokens
-        self._at(following.gap_s, self._start, session)
+        self._clock.after(following.gap_s, self._begin_turn, session)

@@ -4,10 +4,10 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from operator import add
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from bidikv_sdk.wire import OUTCOMES, REASONS
 from server_ext.core import metrics
@@ -15,12 +15,13 @@ from server_ext.core import metrics
 if TYPE_CHECKING:
     from bidikv_sdk.wire import Outcome, Reason
 
+    from .config import FleetConfig
     from .engines import DecodeEngine, PrefillEngine
-    from .fleet import FleetConfig
     from .turn import Turn
 
 _OUTCOME_NUMBERS: "Final[dict[Outcome, int]]" = {outcome: n for n, outcome in enumerate(OUTCOMES)}
 _REASON_NUMBERS: "Final[dict[Reason, int]]" = {reason: n for n, reason in enumerate(REASONS)}
+_LEASES: Final = ("granted", "expired", "revoked", "clipped", "over_budget")
 QUANTILES: Final = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 
 
@@ -75,10 +76,13 @@ class Recorder:
         self._ttft, self._idle, self._token = array("f"), array("f"), array("f")
         self._number = array("i")
         self._outcome, self._reason = array("b"), array("b")
-        self._tokens: Counter[str] = Counter()
+        self._prompt = self._reused = self._local = self._fetched = 0
         self._refused: Counter[str] = Counter()
-        self._busy: list[tuple[float, npt.NDArray[np.float64]]] = []
+        self._busy: list[_Busy] = []
         self._num_sessions = 0
+        self._leases: Counter[str] = Counter()
+        self._pinned_byte_s = 0.0
+        self._end_s = 0.0
 
     def refuse(self, why: str) -> None:
         """Count a turn that cannot be served."""
@@ -101,12 +105,11 @@ class Recorder:
         self._outcome.append(_OUTCOME_NUMBERS[outcome])
         self._reason.append(_REASON_NUMBERS[_reason(turn, is_forced=is_forced)])
         self._num_sessions += turn.number == 1
-        tokens = self._tokens
-        tokens["prompt"] += prompt
-        tokens["reused"] += cached
-        tokens["local"] += cached if turn.way == "local" else 0
-        tokens["fetched"] += fetched
-        tokens["computed"] += prompt - cached - fetched
+        self._prompt += prompt
+        self._reused += cached
+        self._fetched += fetched
+        if turn.way == "local":
+            self._local += cached
 
     def take_busy(
         self, prefills: "Sequence[PrefillEngine]", decodes: "Sequence[DecodeEngine]", *, now_s: float
@@ -118,41 +121,53 @@ class Recorder:
             home.batch.advance(now_s=now_s)
         ports = [port for prefill in prefills for port in (prefill.inbound, prefill.outbound)]
         ports += [port for home in decodes for port in (home.inbound, home.outbound)]
-        seconds = (
-            sum(engine.busy_s for engine in prefills) / max(1, len(prefills)),
-            sum(home.batch.busy_s for home in decodes) / len(decodes),
-            sum(port.busy_s for port in ports) / len(ports),
-            max(port.busy_s for port in ports),
+        sums = (
+            sum(engine.busy_s for engine in prefills),
+            sum(home.batch.busy_s for home in decodes),
+            sum(port.busy_s for port in ports),
         )
-        self._busy.append((now_s, np.array(seconds)))
+        self._busy.append(_Busy(now_s, sums, (len(prefills), len(decodes), len(ports)), max(p.busy_s for p in ports)))
 
-    def results(
+    def close(
         self,
         config: "FleetConfig",
         prefills: "Sequence[PrefillEngine]",
         decodes: "Sequence[DecodeEngine]",
         *,
         end_s: float,
-    ) -> Results:
-        """Return the figures; the run has ended."""
+    ) -> None:
+        """Take from the engines what they have counted; the run has ended."""
+        self._end_s = end_s
         if not self._busy:
-            self._busy.append((0.0, np.zeros(4)))
             self.take_busy(prefills, decodes, now_s=end_s)
+            self._busy.insert(0, self._busy[0].at_start())
+        self._pinned_byte_s += _pinned_byte_s(config, decodes, end_s)
+        self._leases.update(_lease_counts(decodes))
+
+    def add_group(self, other: "Recorder") -> None:
+        """Add what another group of the same fleet has seen, in the same window; both are closed."""
+        for name in _COLUMNS:
+            getattr(self, name).extend(getattr(other, name))
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self._end_s = max(self._end_s, other._end_s)  # noqa: SLF001 (of this class)
+        self._busy = [one.with_group(two) for one, two in zip(self._busy, other._busy, strict=True)]  # noqa: SLF001
+
+    def results(self) -> Results:
+        """Return the figures; the recorder is closed."""
         started = np.frombuffer(self._started, dtype=np.float64)
         judged = (started >= self.window_s[0]) & (started <= self.window_s[1])
         is_later = np.frombuffer(self._number, dtype=np.int32) > 1
         later = judged & is_later
         ttft, idle = np.frombuffer(self._ttft, dtype=np.float32), np.frombuffer(self._idle, dtype=np.float32)
-        window_s = min(self.window_s[1], end_s) - self.window_s[0]
-        utilisation = self._utilisation()
-        pinned = self._pinned_byte_s(config, decodes, end_s)
-        avoided = self._tokens["local"] + self._tokens["fetched"]
+        window_s = min(self.window_s[1], self._end_s) - self.window_s[0]
+        avoided = self._local + self._fetched
         return Results(
             num_sessions=self._num_sessions,
             num_turns=len(started),
             num_judged=int(judged.sum()),
             refused=dict(self._refused),
-            duration_s=end_s,
+            duration_s=self._end_s,
             turns_per_s=float(judged.sum() / window_s) if window_s > 0 else 0.0,
             first_ttft_s=_quantiles(ttft[judged & ~is_later]),
             later_ttft_s=_quantiles(ttft[later]),
@@ -160,28 +175,69 @@ class Recorder:
             token_s=_quantiles(np.frombuffer(self._token, dtype=np.float32)[judged]),
             outcomes=_shares(np.frombuffer(self._outcome, dtype=np.int8)[later], OUTCOMES),
             reasons=_shares(np.frombuffer(self._reason, dtype=np.int8)[later], REASONS),
-            tokens={name: self._tokens[name] for name in ("prompt", "reused", "fetched", "computed")},
-            leases=_lease_counts(decodes),
-            utilisation=utilisation,
-            pinned_byte_s=pinned,
-            pinned_byte_s_per_avoided_token=pinned / avoided if avoided else None,
+            tokens={
+                "prompt": self._prompt,
+                "reused": self._reused,
+                "fetched": self._fetched,
+                "computed": self._prompt - self._reused - self._fetched,
+            },
+            leases={name: self._leases[name] for name in _LEASES},
+            utilisation=self._utilisation(),
+            pinned_byte_s=self._pinned_byte_s,
+            pinned_byte_s_per_avoided_token=self._pinned_byte_s / avoided if avoided else None,
         )
 
     def _utilisation(self) -> dict[str, float]:
-        (begin_s, begin), (end_s, end) = self._busy[0], self._busy[-1]
-        shares = (end - begin) / max(end_s - begin_s, 1e-9)
+        begin, end = self._busy[0], self._busy[-1]
+        shares = (np.array(end.means()) - np.array(begin.means())) / max(end.now_s - begin.now_s, 1e-9)
         return dict(zip(("prefill", "decode", "links", "links_max"), shares.tolist(), strict=True))
 
-    def _pinned_byte_s(self, config: "FleetConfig", decodes: "Sequence[DecodeEngine]", end_s: float) -> float:
-        block_bytes = config.chunk_tokens * config.rates.kv_bytes_per_token
-        # The last leases run out behind the last answer; an extended one may live longest.
-        end_s += config.settings.max_ttl_s
-        total = 0.0
-        for home in decodes:
-            home.memory.catch_up(end_s)
-            found = home.memory.table.snapshot(now_s=end_s, block_bytes=block_bytes)[metrics.PINNED.name]
-            total += sum(value for labels, value in found if "lease" in labels)
-        return total
+
+_COLUMNS: Final = ("_started", "_ttft", "_idle", "_token", "_number", "_outcome", "_reason")
+"""Of a `Recorder`: one value a turn."""
+_SUMS: Final = (
+    "_prompt", "_reused", "_local", "_fetched", "_refused", "_num_sessions", "_leases", "_pinned_byte_s",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Busy:
+    """How long prefill engines, decode engines and ports have been busy so far."""
+
+    now_s: float
+    sums_s: tuple[float, ...]
+    nums: tuple[int, ...]
+    longest_s: float
+    """Of the ports."""
+
+    def at_start(self) -> "_Busy":
+        """Return the same before anything was busy."""
+        return _Busy(0.0, (0.0, 0.0, 0.0), self.nums, 0.0)
+
+    def with_group(self, other: "_Busy") -> "_Busy":
+        """Return both together."""
+        return _Busy(
+            max(self.now_s, other.now_s),
+            tuple(map(add, self.sums_s, other.sums_s)),
+            tuple(map(add, self.nums, other.nums)),
+            max(self.longest_s, other.longest_s),
+        )
+
+    def means(self) -> tuple[float, ...]:
+        """Return the seconds of the mean prefill engine, decode engine and port, and of the busiest port."""
+        return *(seconds / max(1, num) for seconds, num in zip(self.sums_s, self.nums, strict=True)), self.longest_s
+
+
+def _pinned_byte_s(config: "FleetConfig", decodes: "Sequence[DecodeEngine]", end_s: float) -> float:
+    block_bytes = config.chunk_tokens * config.rates.kv_bytes_per_token
+    # The last leases run out behind the last answer; an extended one may live longest.
+    end_s += config.settings.max_ttl_s
+    total = 0.0
+    for home in decodes:
+        home.memory.catch_up(end_s)
+        found = home.memory.table.snapshot(now_s=end_s, block_bytes=block_bytes)[metrics.PINNED.name]
+        total += sum(value for labels, value in found if "lease" in labels)
+    return total
 
 
 def _reason(turn: "Turn", *, is_forced: bool) -> "Reason":

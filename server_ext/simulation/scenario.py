@@ -1,11 +1,12 @@
 """One question to the simulator, a grid of them, and what to conclude from their answers.
 
-`run` answers one `Scenario`; `grid` makes one for each combination of values; `recommend` reads the answers.
+`run.run` answers one `Scenario`; `grid` makes one for each combination of values; `recommend` reads the answers.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from itertools import islice, product
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,12 +18,11 @@ from server_ext.analysis.limits import Limits
 from server_ext.analysis.memory import make_settings
 from server_ext.traffic import PlannedSession, Workload, generate
 
-from .fleet import Fleet, FleetConfig
+from .config import FleetConfig
 from .rates import FleetRates, from_limits
-from .results import Results
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from .results import Results
 
 _LEAST_SESSIONS: Final = 200
 _LIVES: Final = 4
@@ -64,6 +64,8 @@ class Scenario:
     prefill_cache: bool = True
     chunk: int = 256
     seed: int = 0
+    groups: int = 1
+    """Parts of the fleet that have nothing to do with each other; each may run on a core of its own."""
 
     def __post_init__(self) -> None:
         if (self.sessions is not None and self.sessions < 1) or (
@@ -103,6 +105,7 @@ class Scenario:
             holds_tools=self.hold,
             chunk_tokens=self.chunk,
             seed=self.seed,
+            num_groups=self.groups,
         )
 
     def rate_per_s(self) -> float | None:
@@ -112,21 +115,37 @@ class Scenario:
     def mean_life_s(self) -> float:
         """Return how long a session is in progress on an idle fleet, its prefills aside."""
         if isinstance(self.workload, Workload):
-            sample: Sequence[PlannedSession] = list(generate(self.workload, _SAMPLE, seed=self.seed, rate_per_s=None))
-        else:
-            sample = self.workload
-        turns = [turn for session in sample for turn in session.turns]
-        total_s = sum(turn.gap_s + turn.output_tokens * self.rates.decode_step_s for turn in turns)
-        return total_s / len(sample)
+            return _mean_life_s(_sample(self.workload, self.seed), self.rates.decode_step_s)
+        return _mean_life_s(self.workload, self.rates.decode_step_s)
 
-    def load(self) -> Iterator[PlannedSession]:
-        """Yield the sessions in the order of their start."""
-        rate_per_s = self.rate_per_s()
+    def numbers(self, group: int = 0) -> Iterator[int]:
+        """Yield which sessions belong to a group, by their number from 0: those whose home does."""
+        if self.groups == 1:
+            yield from range(self.num_sessions)
+            return
+        config = self.config()
+        homes = config.homes(group)
+        yield from (number for number in range(self.num_sessions) if config.home(number) in homes)
+
+    def load(self, group: int = 0) -> Iterator[PlannedSession]:
+        """Yield the sessions of a group in the order of their start."""
+        rate_per_s, wanted = self.rate_per_s(), None if self.groups == 1 else set(self.numbers(group))
         if isinstance(self.workload, Workload):
-            return generate(self.workload, self.num_sessions, seed=self.seed, rate_per_s=rate_per_s)
-        if rate_per_s is None:
-            return islice(iter(self.workload), self.num_sessions)
-        return _drawn(self.workload, self.num_sessions, self.seed, rate_per_s)
+            return generate(self.workload, self.num_sessions, seed=self.seed, rate_per_s=rate_per_s, wanted=wanted)
+        sessions: Iterator[PlannedSession] = islice(self.workload, self.num_sessions)
+        if rate_per_s is not None:
+            sessions = _drawn(self.workload, self.num_sessions, self.seed, rate_per_s)
+        return (one for number, one in enumerate(sessions) if wanted is None or number in wanted)
+
+
+@lru_cache(maxsize=1)
+def _sample(workload: Workload, seed: int) -> tuple[PlannedSession, ...]:
+    return tuple(generate(workload, _SAMPLE, seed=seed, rate_per_s=None))
+
+
+def _mean_life_s(sample: Sequence[PlannedSession], decode_step_s: float) -> float:
+    turns = [turn for session in sample for turn in session.turns]
+    return sum(turn.gap_s + turn.output_tokens * decode_step_s for turn in turns) / len(sample)
 
 
 def _drawn(
@@ -138,14 +157,6 @@ def _drawn(
     for _ in range(num_sessions):
         start_s += float(random.exponential(1 / rate_per_s))
         yield replace(recorded[int(random.integers(len(recorded)))], start_s=start_s)
-
-
-def run(scenario: Scenario, *, on_progress: "Callable[[int], None] | None" = None) -> Results:
-    """Simulate a scenario."""
-    rate_per_s = scenario.rate_per_s()
-    last_start_s = None if rate_per_s is None else scenario.num_sessions / rate_per_s
-    fleet = Fleet(scenario.config())
-    return fleet.run(scenario.load(), last_start_s=last_start_s, on_progress=on_progress)
 
 
 # -------------------------------------------------------------------- grids
@@ -162,7 +173,7 @@ class Cell:
     values: Mapping[str, Any]
     """Of the axes."""
     scenario: Scenario
-    results: Results
+    results: "Results"
 
     @property
     def num_engines(self) -> int:
@@ -292,7 +303,7 @@ def _scaling(cells: Sequence[Cell], target_s: float | None) -> Iterator[str]:
             yield f"{name}: carries {last}; beyond, {_bottleneck(loads[first_bad].results)}"
 
 
-def _bottleneck(results: Results) -> str:
+def _bottleneck(results: "Results") -> str:
     parts = {"prefill engines": "prefill", "decode engines": "decode", "the busiest link port": "links_max"}
     name = max(parts, key=lambda part: results.utilisation[parts[part]])
     lost = sum(results.reasons.get(reason, 0.0) for reason in ("lease_expired", "lease_revoked", "over_budget"))

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from server_ext.analysis.memory import make_settings
-from server_ext.simulation.fleet import Fleet, FleetConfig
+from server_ext.simulation.config import FleetConfig
+from server_ext.simulation.fleet import Fleet
 from server_ext.simulation.rates import FleetRates
 from server_ext.traffic import PlannedSession, PlannedTurn
 
@@ -49,4 +50,4 @@ def config(*, budget=1.0, ttl=1000.0, rates=RATES, changes=None, **values):
 
 def results(*sessions, **values):
     """Run sessions on a fleet."""
-    return Fleet(config(**values)).run(iter(sessions))
+    return Fleet(config(**values)).run(iter(sessions)).results()

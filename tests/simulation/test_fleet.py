@@ -6,7 +6,7 @@ import pytest
 
 from server_ext.analysis.hardware import find_gpu, find_link, find_model
 from server_ext.analysis.limits import Limits
-from server_ext.simulation.fleet import FleetConfig
+from server_ext.simulation.config import FleetConfig
 from server_ext.simulation.rates import from_limits
 from server_ext.traffic import AGENT, SMALL, generate
 
@@ -308,7 +308,7 @@ def test_only_the_middle_of_a_run_is_judged():
     from server_ext.simulation.fleet import Fleet
 
     sessions = [session(turn(100), start=start) for start in (0, 10, 30, 50, 99, 120)]
-    found = Fleet(config()).run(iter(sessions), last_start_s=100)
+    found = Fleet(config()).run(iter(sessions), last_start_s=100).results()
     assert (found.num_turns, found.num_judged) == (6, 3)
     assert found.turns_per_s == pytest.approx(3 / 75)
 

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from server_ext.simulation.scenario import Cell, Scenario, grid, parse_axes, recommend, run, settings_of
+from server_ext.simulation.run import run
+from server_ext.simulation.scenario import Cell, Scenario, grid, parse_axes, recommend, settings_of
 from server_ext.traffic import SMALL
 
 from .fleets import RATES, session, turn
