@@ -27,7 +27,7 @@ sources_plain := $(wildcard bidikv_sdk/*.py bidikv_sdk/integrations/_*.py) examp
 help:
 	@echo "make demo    two engines on this machine, and what a turn costs with and without bidikv"
 	@echo "make faults  what happens when anything fails at any point of a turn, on two engines (20 minutes)"
-	@echo "make pressure  sessions that would hold more than D has, beside engines without leases (12 minutes)"
+	@echo "make pressure  sessions that would hold more than D has, beside engines without leases (25 minutes)"
 	@echo "make soak    many agents for minutes, with faults, every answer checked (MINUTES=10 SEED=1 TRACES=folder)"
 	@echo "make mutants every guard taken out once: its tests must fail (10 minutes)"
 	@echo "make up      start a stack (ends with make down)"
