@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 BLOCK_SIZE: Final = 32
-POOL_BLOCKS: Final = 255
+POOL_BLOCKS: Final = 127
 """Of D and of P; vLLM's null block is one more."""
 MAX_MODEL_LEN: Final = 1536
 PERCENTS: Final = (120, 200, 400)
@@ -26,14 +26,14 @@ PERCENTS: Final = (120, 200, 400)
 
 TURNS_PER_SESSION: Final = 4
 ANSWER_TOKENS: Final = 8
-_SYSTEM_WORDS: Final = 500
+_SYSTEM_WORDS: Final = 250
 _DELTA_WORDS: Final = 32
 _TURNS: Final = 72
 """Of one measurement, about."""
 _IN_PROGRESS: Final = 0.8
 """Turns that run at a time, on average, where nothing is held."""
 
-NUM_OTHERS: Final = 10
+NUM_OTHERS: Final = 5
 """Streams of others at a time."""
 OTHER_TOKENS: Final = 128
 """Length of each one's answer."""

@@ -33,7 +33,7 @@ start, and the same load, drawn from seeds:
 - **Sessions**: as many at a time as hold 120, 200 or 400 % of D's pool after their first turns ({slots}). Turns
   come at a fixed rate, {rate:g} a second, so that only what is held grows with the load; it is the rate at which 0.8
   turns run at a time on this machine where nothing is held. A session has up to four
-  turns, of some 550 tokens and then about 60 more each, then ends, and another begins.
+  turns, of some 300 tokens and then about 50 more each, then ends, and another begins.
 - **Others**: {others} streams of completions without a session on D, one request after the other, each of 304
   tokens and {other_tokens} more in the answer; 256 of the 304 are the prompt of one of eight apps, so their
   prefix-cache hit rate means something.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -33,6 +34,7 @@ from bench._pressure_reference import References, answers
 from bench._pressure_table import page
 from bench._reference import Verdict
 from bench._stock import DEFAULT_HOLD_S, stock_config
+from bench.faults import leave_in_order
 from server_ext.launch.stack import running_stack
 from server_ext.launch.tiny import WIDE, ensure_tiny
 
@@ -197,6 +199,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of our arm and the one without leases")
     parser.add_argument("--without-stock", action="store_true", help="leave out stock bidirectional_kv_xfer")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, leave_in_order)  # engines that stand still would stay so for ever
     percents = args.percent or PERCENTS
     found = asyncio.run(run_all(percents, args.rounds, with_stock=not args.without_stock))
     return report(found, is_whole=args.percent is None and not args.without_stock)
