@@ -132,7 +132,8 @@ def _reasons(
             "so it depends on P's hit rate, which this log does not tell (log `cached_tokens`): "
             f"cold: {decisions['cold']}, always warm: {decisions['warm']}"
         )
-    even, link = limits.break_even_tokens, limits.link.name
+    even = limits.break_even_tokens
+    link = "the measured link" if limits.is_measured else limits.link.name
     too_late = even > limits.model.max_context_tokens
     tail = f", which is more than {limits.model.name} takes" if too_late else " of history on"
     reasons.append(f"over {link} fetching beats computing from {even:,.0f} tokens{tail}")
