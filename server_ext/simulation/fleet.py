@@ -1,4 +1,4 @@
-"""Moves turns through a fleet: a discrete-event simulation on a simulated clock.
+"""Moves turns through a fleet: a discrete-event simulation on simpy's clock.
 
 The way of a turn, one event each: `_begin_turn` (its home looks up the lease) -> `_ready` (P has what D held) ->
 `_computed` (P is done, D may have its ticket back) -> `_arrived` (D has the KV; it waits for blocks) -> `_step`
