@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "ignore_eos": True}
 """Greedy, and as many tokens as were asked for: each arm has the same work."""
 _SHORT_PREFILLS: Final = 5
-_WARM_UP_IDS: Final = range(100, 140)
+_WARM_UP_IDS: Final = range(100, 300)
 
 
 @dataclass(slots=True)
@@ -78,6 +78,11 @@ class Arm(Protocol):
     @property
     def name(self) -> str:
         """As it stands in tables and files."""
+        ...
+
+    @property
+    def engines(self) -> Engines:
+        """That serve it; compared by identity."""
         ...
 
     async def prepare(self) -> None:
@@ -200,7 +205,11 @@ class _SessionAgent:
 
 
 class Complete(Protocol):
-    """One streamed completion of a stock server, as the chunks of `/v1/completions`."""
+    """One completion of a stock server, as the chunks of `/v1/completions`.
+
+    A server that answers in one piece says in a chunk of its own, as `first_token_s`, how many seconds after the call
+    it had the first token.
+    """
 
     def __call__(
         self, prompt_ids: Sequence[int], num_tokens: int, state: dict[str, Any]
@@ -216,12 +225,14 @@ class PlainArm:
     * **complete** - how a completion is had: of one engine, or of a pair with what passes between them.
     * **delta_ids** - what each turn adds to the history, as token ids: of script and turn. The reference arm recorded
       them, so that the prompts are the same, token for token.
+    * **end** - called with a conversation's state when it ends; None where nothing is left to do.
     """
 
     name: str
     complete: Complete
     delta_ids: Callable[[int, int], Sequence[int]]
     engines: Engines
+    end: Callable[[dict[str, Any]], Awaitable[None]] | None = None
 
     async def prepare(self) -> None:
         """Make its engines run and forget what they have cached."""
@@ -232,11 +243,15 @@ class PlainArm:
         return await self.engines.counters()
 
     async def warm_up(self) -> list[tuple[int, float]]:
-        """Complete a short prompt twice."""
+        """Complete a prompt, and then the same with more behind it: engines that read from each other connect."""
         state: dict[str, Any] = {}
+        ids = list(_WARM_UP_IDS)
         for _ in range(2):
-            async for _chunk in self.complete(_WARM_UP_IDS, 4, state):
-                pass
+            async for chunk in self.complete(ids, 4, state):
+                ids += [one for choice in chunk["choices"] for one in choice.get("token_ids") or []]
+            ids += _WARM_UP_IDS
+        if self.end is not None:
+            await self.end(state)
         return []
 
     async def open(self, script: Script) -> Agent:
@@ -270,11 +285,14 @@ class _PlainAgent:
             usage = chunk.get("usage") or {}
             details = usage.get("prompt_tokens_details") or {}
             said.num_cached_tokens = details.get("cached_tokens") or said.num_cached_tokens
+            said.ttft_s = chunk.get("first_token_s", said.ttft_s)
         self.histories.append([*said.prompt_ids, *said.token_ids])
         return said
 
     async def close(self) -> None:
         self.histories.clear()
+        if self.arm.end is not None:
+            await self.arm.end(self.state)
 
 
 async def stream_completion(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:

@@ -228,7 +228,7 @@ async def _measure(engines: Engines, scenario: Scenario, model: Model, rounds: i
             return arms
 
         return await run_scenario(
-            scenario, make_arms, model=model, num_rounds=rounds, seed=seed, beside={}, on_part=_show
+            scenario, make_arms, model=model, num_rounds=rounds, seed=seed, on_part=_show
         )
 
 

@@ -75,9 +75,22 @@ def test_d_holds_until_p_has_read_or_time_is_over():
     handles.forget("b")
     taken = handles.take("a", now_s=5.0)
     assert handles.num_held_blocks(now_s=5.0) == 4 + 1
-    handles.read(taken)
+    handles.read(taken, now_s=6.0)
     assert handles.num_held_blocks(now_s=19.9) == 1
     assert handles.num_held_blocks(now_s=20.0) == 0
+
+
+def test_what_d_has_held_is_counted():
+    """Until it was read; and for the whole time where the conversation ended, though the benchmark reads it then."""
+    handles = Handles(480.0, block_size=32)
+    handles.put("a", handle(1, num_tokens=64), now_s=0.0)
+    handles.read(handles.take("a", now_s=3.0), now_s=4.0)
+    assert handles.pinned_block_s == 2 * 4.0
+    handles.put("a", handle(2, num_tokens=96), now_s=10.0)
+    assert handles.end("a") == handle(2, num_tokens=96)
+    assert handles.pinned_block_s == 2 * 4.0 + 3 * 480.0
+    assert handles.end("a") is None
+    assert handles.num_held_blocks(now_s=11.0) == 0
 
 
 def test_an_engine_that_holds_nothing_has_no_handles():
