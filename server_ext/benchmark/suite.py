@@ -57,14 +57,16 @@ async def run_scenario(
     reference = Reference()
     arms = make_arms(reference)
     started_s = time.perf_counter()
-    short_prefills = []
+    found = ScenarioResult(scenario, reference, model=model.name)
+    short_prefills: list[tuple[int, float]] = []
     warm: list[Engines] = []
     for arm in arms.values():
         if all(arm.engines is not one for one in warm):  # arms that share engines need them warm once
             await arm.prepare()
-            short_prefills += await arm.warm_up()
+            warm_up = await arm.warm_up()
+            short_prefills += warm_up.short_prefills
+            found.first_s[arm.name] = warm_up.first_s
             warm.append(arm.engines)
-    found = ScenarioResult(scenario, reference, model=model.name)
 
     def is_over() -> bool:
         return max_seconds is not None and time.perf_counter() - started_s > max_seconds

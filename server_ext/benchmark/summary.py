@@ -59,6 +59,8 @@ class ScenarioResult:
     """Of the same run; None where nothing was fetched."""
     model: str = ""
     """Served name."""
+    first_s: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """By arm, one for each set of engines: time to the first token of the turns that came before all others."""
     seconds: float = 0.0
     """That the scenario took, warm-up included."""
 
@@ -114,6 +116,7 @@ class ScenarioResult:
             "what": self.scenario.what,
             "model": self.model,
             "seconds": round(self.seconds, 1),
+            "warm_up_ttft_s": {name: list(times) for name, times in self.first_s.items()},
             "rates": None if self.rates is None else self.rates.to_json(),
             "arms": {name: self.figures(arm) for name, arm in self.arms.items()},
         }
@@ -152,9 +155,10 @@ def _quantiles(values: list[float]) -> dict[str, Any]:
 
 
 def _floor_ratio(samples: list[Sample], rates: MeasuredRates | None) -> float | None:
-    if rates is None or not samples:
+    known = [one for one in samples if one.outcome]  # a stock server does not say what it moved
+    if rates is None or not known:
         return None
-    return median(one.ttft_s / rates.floor_s(one) for one in samples)
+    return median(one.ttft_s / rates.floor_s(one) for one in known)
 
 
 def _overhead(samples: list[Sample]) -> float | None:

@@ -55,7 +55,7 @@ def _row(arm: str, figures: Mapping[str, Any]) -> list[str]:
         _time(figures["ttft_first_turn_s"].get("p50")),
         *(_time(beside.get(name)) for name in ("p50", "p95")),
         f"{figures['turns_per_s']:.2f}" if figures["turns_per_s"] else "",
-        f"{figures['bytes_moved'] / 1e6 / turns:.1f}",
+        f"{figures['bytes_moved'] / 1e6 / turns:.1f}" if figures["bytes_moved"] is not None else "",
         f"{pinned / 1e6:.2f}" if pinned is not None else "",
         f"{figures['floor_ratio_p50']:.2f}x" if figures["floor_ratio_p50"] else "",
         str(figures["tokens_wrong"]),
