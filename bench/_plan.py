@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from bench._setups import AGGREGATED, HOLD_S, Setup
 from server_ext.benchmark.arms import ROUTES
@@ -11,16 +11,23 @@ from server_ext.benchmark.scenarios import Scenario, growing, stepping
 from server_ext.launch.model import SMOLLM2
 from server_ext.launch.tiny import TINY
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from server_ext.traffic import PlannedSession
+
+    Plan: TypeAlias = Callable[[int], Iterable[PlannedSession]]
+
 ARMS: Final = (*ROUTES, *HOLD_S, AGGREGATED)
 """The first one is what all are compared with."""
 _DELTA: Final = (64, 128)
 _MAX_DELTA: Final = 200  # an agent's short turns stay below, and what brings it to the next length is above
 _ANSWER: Final = 16
-_TINY_ANSWER: Final = 8
+_TINY_ANSWER: Final = 4
 
-# Sizes of the scenarios with a link or a crowd: short enough that others' prompts fill P between any two turns.
-_SMALL_FIRST: Final = 900
-_SMALL_LEN: Final = 1_536
+# P under pressure: others' prompts, between any two turns, are as long as what P has room for.
+_PRESSED_LEN: Final = 1_536
+_PRESSED_TINY_LEN: Final = 768
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +40,13 @@ class Part:
 
 
 REAL: Final = Setup(name="real", model=SMOLLM2)
-REAL_PRESSED: Final = Setup(name="real_pressed", model=SMOLLM2, prefill_tokens=_SMALL_LEN, max_model_len=_SMALL_LEN)
+REAL_PRESSED: Final = Setup(name="real_pressed", model=SMOLLM2, prefill_tokens=_PRESSED_LEN, max_model_len=_PRESSED_LEN)
 REAL_SLOW: Final = Setup(name="real_slow", model=SMOLLM2, link_tokens_per_s=430.0)
 TINY_FAST: Final = Setup(name="tiny", model=TINY)
-TINY_PRESSED: Final = Setup(name="tiny_pressed", model=TINY, prefill_tokens=_SMALL_LEN, max_model_len=_SMALL_LEN)
-TINY_SLOW: Final = Setup(name="tiny_slow", model=TINY, link_tokens_per_s=10_000.0)
+TINY_PRESSED: Final = Setup(
+    name="tiny_pressed", model=TINY, prefill_tokens=_PRESSED_TINY_LEN, max_model_len=_PRESSED_TINY_LEN
+)
+TINY_SLOW: Final = Setup(name="tiny_slow", model=TINY, link_tokens_per_s=8_000.0)
 
 LONG_AGENT: Final = Scenario(
     name="long_agent",
@@ -59,7 +68,7 @@ LONGER_AGENT: Final = replace(
 )
 LONG_AGENT_TAIL: Final = Scenario(
     name="long_agent_tail",
-    what="The same agent near 2,000 tokens only, with enough turns for a 99th percentile, 8 generated.",
+    what="The same agent near 2,000 tokens only, 4 generated, with turns enough for a 99th percentile.",
     plan=growing((1_700,) * 3, num_turns=9, delta_tokens=_DELTA, output_tokens=_TINY_ANSWER),
     arms=("no_reuse", "fetch"),
     points=(2_000,),
@@ -76,9 +85,9 @@ SHORT_CHAT: Final = Scenario(
 PRESSED: Final = Scenario(
     name="prefill_pressure",
     what="One agent at a time of 900 to 1,400 tokens, 64 to 96 new ones a turn, 16 generated. P has room for "
-    f"{_SMALL_LEN:,} tokens, and computes three prompts of 500 tokens of other sessions between any two turns. No "
+    f"{_PRESSED_LEN:,} tokens, and computes three prompts of 500 tokens of other sessions between any two turns. No "
     "cache is emptied.",
-    plan=growing((_SMALL_FIRST,), num_turns=5, delta_tokens=(64, 96), output_tokens=_ANSWER),
+    plan=growing((900,), num_turns=5, delta_tokens=(64, 96), output_tokens=_ANSWER),
     arms=ARMS,
     num_crowd=3,
     crowd_tokens=500,
@@ -87,18 +96,19 @@ SLOW_LINK: Final = Scenario(
     name="slow_link",
     what="The same agent, P undisturbed, on a link that moves 430 tokens' KV (20 MB) a second: fetching a history "
     "takes longer than computing it.",
-    plan=growing((_SMALL_FIRST,), num_turns=5, delta_tokens=(64, 96), output_tokens=_ANSWER),
+    plan=growing((900,), num_turns=5, delta_tokens=(64, 96), output_tokens=_ANSWER),
     arms=ARMS,
 )
 
 
-def _tiny(scenario: Scenario, first: tuple[int, ...], num_turns: int, delta: tuple[int, int], what: str) -> Scenario:
-    """Return a scenario with many short turns, for quantiles; all of them alone."""
+def _tiny(scenario: Scenario, what: str, plan: Plan) -> Scenario:
+    """Return a scenario with many short turns of the tiny model, for quantiles; nothing decodes beside them."""
     return replace(
         scenario,
         name=f"{scenario.name}_tiny",
-        what=f"{what} Tiny random model, for quantiles: what a turn costs beside computing.",
-        plan=growing(first, num_turns=num_turns, delta_tokens=delta, output_tokens=_TINY_ANSWER),
+        what=f"{what}, {_TINY_ANSWER} generated; a tiny random model, with which a turn costs little but what is not "
+        "computing.",
+        plan=plan,
         points=(),
         max_delta=None,
         turns_beside=(),
@@ -106,20 +116,33 @@ def _tiny(scenario: Scenario, first: tuple[int, ...], num_turns: int, delta: tup
     )
 
 
+def _many(first: int, num_agents: int, num_turns: int, delta: tuple[int, int]) -> Plan:
+    return growing((first,) * num_agents, num_turns=num_turns, delta_tokens=delta, output_tokens=_TINY_ANSWER)
+
+
 LONG_AGENT_TINY: Final = _tiny(
-    LONG_AGENT, (2_000,) * 7, 16, _DELTA, "One agent at a time of 2,000 to 3,600 tokens, 64 to 128 new ones a turn."
+    LONG_AGENT,
+    "One agent at a time of 1,500 to 2,600 tokens, 64 to 128 new ones a turn",
+    _many(1_500, 10, 11, _DELTA),
 )
 SHORT_CHAT_TINY: Final = _tiny(
-    SHORT_CHAT, (150,) * 12, 10, (30, 60), "One chat at a time of 150 to 650 tokens, 30 to 60 new ones a turn."
+    SHORT_CHAT, "One chat at a time of 150 to 700 tokens, 30 to 60 new ones a turn", _many(150, 10, 11, (30, 60))
 )
-PRESSED_TINY: Final = _tiny(PRESSED, (_SMALL_FIRST,) * 21, 6, (64, 96), PRESSED.what)
+PRESSED_TINY: Final = replace(
+    _tiny(
+        PRESSED,
+        "One agent at a time of 400 to 650 tokens, 20 to 40 new ones a turn; P has room for "
+        f"{_PRESSED_TINY_LEN} tokens, and computes a prompt of 700 tokens of another session between any two turns",
+        _many(400, 20, 6, (20, 40)),
+    ),
+    num_crowd=1,
+    crowd_tokens=700,
+)
 SLOW_LINK_TINY: Final = _tiny(
     SLOW_LINK,
-    (_SMALL_FIRST,) * 21,
-    6,
-    (64, 96),
-    "One agent at a time of 900 to 1,400 tokens, 64 to 96 new ones a turn, on a link that moves 10,000 tokens' KV a "
-    "second.",
+    "One agent at a time of 600 to 1,500 tokens, 64 to 96 new ones a turn, on a link that moves the KV of 8,000 tokens "
+    "(8 MB) a second",
+    _many(600, 10, 11, (64, 96)),
 )
 
 SHORT_RUN: Final = tuple(Part(scenario=one, setup=REAL, rounds=5) for one in (LONG_AGENT, SHORT_CHAT))

@@ -29,6 +29,7 @@ from bench._engine_sets import EngineSets
 from bench._machine import versions
 from bench._plain_engine import PlainEngine
 from bench._plan import FULL_RUN, SHORT_RUN
+from bench._report import report
 from bench._setups import AGGREGATED, BLOCK_SIZE, HOLD_S, OURS, hold_s, set_of
 from bench._show import verdict
 from bench._stock import Handles, StockProxy
@@ -42,7 +43,6 @@ from server_ext.benchmark.limits import kv_bytes_per_token
 from server_ext.benchmark.page import write_page, write_plots
 from server_ext.benchmark.rounds import Company
 from server_ext.benchmark.suite import Model, run_scenario, to_file
-from server_ext.benchmark.table import to_markdown
 from server_ext.launch.command import ROLES
 from server_ext.launch.model import SMOLLM2, ensure_smollm2
 from server_ext.launch.tiny import TINY, ensure_tiny
@@ -258,7 +258,7 @@ def write(content: Mapping[str, Any], out: Path) -> None:
     """Write the results so far."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "bench.json").write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-    (out / "bench.md").write_text(to_markdown(content) + "\n", "utf-8")
+    (out / "bench.md").write_text(report(content, checks(content)), "utf-8")
     write_page(content, write_plots(content, out / "plots"), out / "bench.html")
 
 

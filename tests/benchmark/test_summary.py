@@ -192,5 +192,5 @@ def test_the_page_holds_all_plots_and_loads_nothing(tmp_path):
 def test_the_table_has_a_row_for_each_arm():
     """Markdown with the numbers that users judge by."""
     text = to_markdown(to_file([result()], machine={}, versions={}))
-    assert "| `fetch` | 100.0 ms (100.0 to 100.0) |" in text
+    assert "| `fetch` | 39 | 100.0 ms (100.0 to 100.0) |" in text
     assert "10.00x" in text
