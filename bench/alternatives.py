@@ -233,6 +233,7 @@ async def _measure_parts(
             setup = part.setup.to_json()
             content["scenarios"][part.scenario.name] = {**result.to_json(), "engines": setup}
             write(content, out)
+            _write_samples(result)
 
 
 async def _measure(part: Part, bench: Bench, seed: int) -> ScenarioResult:
@@ -252,6 +253,14 @@ def _show(scenario: Scenario, part: ArmRound) -> None:
     later = [one.ttft_s for one in part.samples if one.turn > 1 and one.is_measured and not one.beside]
     times = " ".join(f"{one:.2f}" for one in later[:12])
     console.print(f"{scenario.name:16} round {part.round} {part.arm:26} {part.seconds:6.1f} s   TTFT {times}")
+
+
+def _write_samples(result: ScenarioResult) -> None:
+    """Keep every turn, for whoever wants to look behind a number; these files are not published."""
+    folder = ROOT / "out" / "bench-samples"
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(one.to_json()) for one in result.samples]
+    (folder / f"{result.scenario.name}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
 
 
 def write(content: Mapping[str, Any], out: Path) -> None:
