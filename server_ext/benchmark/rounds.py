@@ -19,7 +19,7 @@ from server_ext.benchmark.scenarios import find_delta_ids
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-    from server_ext.benchmark.arms import Arm, Complete, Said
+    from server_ext.benchmark.arms import Agent, Arm, Complete, Said
     from server_ext.benchmark.scenarios import Ask, Scenario, Script
 
 _BESIDE_TOKENS: Final = 256
@@ -48,7 +48,7 @@ class ArmRound:
     beside_gaps_s: list[float] = field(default_factory=list)
     """Seconds between tokens of the requests beside the agents, while agents were asking."""
     seconds: float = 0.0
-    """From the first request to the last answer."""
+    """From the first request to the last answer; without the ends of conversations where agents run one by one."""
     counters: dict[str, float] = field(default_factory=dict)
     """What the engines counted meanwhile: see `Arm.counters`."""
     errors: list[str] = field(default_factory=list)
@@ -143,6 +143,7 @@ class _ArmRun:
         self._slots = contextlib.nullcontext() if scenario.at_once is None else asyncio.Semaphore(scenario.at_once)
         self._part = ArmRound(arm.name, round_number)
         self._num_asking = 0
+        self._closing_s = 0.0
 
     async def run(self, scripts: Sequence[Script]) -> ArmRound:
         await self._arm.prepare()
@@ -151,7 +152,7 @@ class _ArmRun:
         async with asyncio.TaskGroup() as group:
             for script in scripts:
                 group.create_task(self._run(script))
-        self._part.seconds = time.perf_counter() - started_s
+        self._part.seconds = time.perf_counter() - started_s - self._closing_s
         after = await self._arm.counters()
         self._part.counters = {name: after[name] - before.get(name, 0.0) for name in after}
         return self._part
@@ -161,7 +162,7 @@ class _ArmRun:
             await asyncio.sleep(script.start_s)
         async with self._slots, contextlib.AsyncExitStack() as stack:
             agent = await self._arm.open(script)
-            stack.push_async_callback(agent.close)
+            stack.push_async_callback(self._close, agent)
             beside = await stack.enter_async_context(contextlib.AsyncExitStack())
             is_beside = False
             for turn, ask in enumerate(script.asks, start=1):
@@ -177,6 +178,13 @@ class _ArmRun:
                 said = await agent.run(ask)
                 self._num_asking -= 1
                 self._part.samples.append(self._sample(script.number, turn, said, ask, beside=is_beside))
+
+    async def _close(self, agent: Agent) -> None:
+        """End a conversation. A benchmark may do more then than an agent would, so the arm's time stands still."""
+        started_s = time.perf_counter()
+        await agent.close()
+        if self._scenario.at_once == 1:
+            self._closing_s += time.perf_counter() - started_s
 
     async def _compute_crowd(self, ask: Ask) -> None:
         """Have the prompts of other sessions computed, one after the other, as they come while this agent's tool runs.

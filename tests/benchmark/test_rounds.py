@@ -190,6 +190,32 @@ def test_other_sessions_need_an_engine():
         run(arms, alone(2, num_crowd=1, crowd_tokens=7))
 
 
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_the_end_of_a_conversation_is_not_in_an_arms_time(monkeypatch, at_once):
+    """Where agents run one by one; side by side others go on meanwhile, and it is."""
+    clock = [0.0]
+    monkeypatch.setattr("server_ext.benchmark.rounds.time.perf_counter", lambda: clock[0])
+
+    class Slow(MadeArm):
+        async def open(self, script):
+            agent = await super().open(script)
+            run_turn, end = agent.run, agent.close
+
+            async def run(ask):
+                clock[0] += 1.0
+                return await run_turn(ask)
+
+            async def close():
+                clock[0] += 100.0
+                await end()
+
+            agent.run, agent.close = run, close
+            return agent
+
+    (part,) = run([Slow("no_reuse", [])], replace(TWO_AGENTS, at_once=at_once))
+    assert part.seconds == (6.0 if at_once == 1 else 206.0)
+
+
 def test_turns_that_only_lengthen_the_history_are_told_apart():
     """They are in the samples, so that their tokens are compared."""
     arms, _ = made_arms("no_reuse")
