@@ -24,6 +24,7 @@ _DELTA: Final = (64, 128)
 _MAX_DELTA: Final = 200  # an agent's short turns stay below, and what brings it to the next length is above
 _ANSWER: Final = 16
 _TINY_ANSWER: Final = 4
+_TINY_ROUNDS: Final = 10  # of few agents each: the oftener arms alternate, the less a 95th percentile is the weather's
 
 # P under pressure: others' prompts, between any two turns, are as long as what P has room for.
 _PRESSED_LEN: Final = 1_536
@@ -123,17 +124,17 @@ def _many(first: int, num_agents: int, num_turns: int, delta: tuple[int, int]) -
 LONG_AGENT_TINY: Final = _tiny(
     LONG_AGENT,
     "One agent at a time of 1,500 to 2,600 tokens, 64 to 128 new ones a turn",
-    _many(1_500, 10, 11, _DELTA),
+    _many(1_500, 5, 11, _DELTA),
 )
 SHORT_CHAT_TINY: Final = _tiny(
-    SHORT_CHAT, "One chat at a time of 150 to 700 tokens, 30 to 60 new ones a turn", _many(150, 10, 11, (30, 60))
+    SHORT_CHAT, "One chat at a time of 150 to 700 tokens, 30 to 60 new ones a turn", _many(150, 5, 11, (30, 60))
 )
 PRESSED_TINY: Final = replace(
     _tiny(
         PRESSED,
         "One agent at a time of 400 to 650 tokens, 20 to 40 new ones a turn; P has room for "
         f"{_PRESSED_TINY_LEN} tokens, and computes a prompt of 700 tokens of another session between any two turns",
-        _many(400, 20, 6, (20, 40)),
+        _many(400, 10, 6, (20, 40)),
     ),
     num_crowd=1,
     crowd_tokens=700,
@@ -142,7 +143,7 @@ SLOW_LINK_TINY: Final = _tiny(
     SLOW_LINK,
     "One agent at a time of 600 to 1,500 tokens, 64 to 96 new ones a turn, on a link that moves the KV of 8,000 tokens "
     "(8 MB) a second",
-    _many(600, 10, 11, (64, 96)),
+    _many(600, 5, 11, (64, 96)),
 )
 
 SHORT_RUN: Final = tuple(Part(scenario=one, setup=REAL, rounds=5) for one in (LONG_AGENT, SHORT_CHAT))
@@ -153,9 +154,9 @@ FULL_RUN: Final = (
     Part(scenario=LONG_AGENT_TAIL, setup=REAL, rounds=5),
     Part(scenario=PRESSED, setup=REAL_PRESSED, rounds=5),
     Part(scenario=SLOW_LINK, setup=REAL_SLOW, rounds=5),
-    Part(scenario=LONG_AGENT_TINY, setup=TINY_FAST, rounds=5),
-    Part(scenario=SHORT_CHAT_TINY, setup=TINY_FAST, rounds=5),
-    Part(scenario=PRESSED_TINY, setup=TINY_PRESSED, rounds=5),
-    Part(scenario=SLOW_LINK_TINY, setup=TINY_SLOW, rounds=5),
+    Part(scenario=LONG_AGENT_TINY, setup=TINY_FAST, rounds=_TINY_ROUNDS),
+    Part(scenario=SHORT_CHAT_TINY, setup=TINY_FAST, rounds=_TINY_ROUNDS),
+    Part(scenario=PRESSED_TINY, setup=TINY_PRESSED, rounds=_TINY_ROUNDS),
+    Part(scenario=SLOW_LINK_TINY, setup=TINY_SLOW, rounds=_TINY_ROUNDS),
 )
 """`make bench FULL=1`"""
