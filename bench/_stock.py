@@ -113,17 +113,19 @@ class Handles:
         """Drop the handle of a conversation that ended. D goes on holding: nobody can tell it not to."""
         self._of_conversation.pop(conversation, None)
 
-    def end(self, conversation: str) -> dict[str, Any] | None:
+    def end(self, conversation: str, *, now_s: float) -> dict[str, Any] | None:
         """Return the handle of a conversation that ended, so that its blocks can be had back by reading them.
 
-        It counts as held for the whole time: nobody but a benchmark would read what it does not need.
+        It counts as held for the whole time: nobody but a benchmark would read what it does not need. None where there
+        is none that a reader would still take.
         """
-        handle = self._of_conversation.pop(conversation, None)
-        if handle is None:
-            return None
-        self.pinned_block_s += handle.num_blocks * self._hold_s
-        self._held.pop(handle.params["remote_request_id"], None)
-        return handle.params
+        handle = self._of_conversation.get(conversation)
+        params = self.take(conversation, now_s=now_s)
+        if handle is not None:
+            self.pinned_block_s += handle.num_blocks * self._hold_s
+        if params is not None:
+            self._held.pop(params["remote_request_id"], None)
+        return params
 
     def read(self, params: dict[str, Any], *, now_s: float) -> None:
         """Note that P has read, and so D has let go."""
@@ -191,6 +193,10 @@ class StockProxy:
     def take(self, conversation: str) -> dict[str, Any] | None:
         """Return a conversation's handle, once; None where there is none that P would still take."""
         return self.handles.take(conversation, now_s=self._now_s())
+
+    def end(self, conversation: str) -> dict[str, Any] | None:
+        """Return the last handle of a conversation that ended; None where there is none that P would still take."""
+        return self.handles.end(conversation, now_s=self._now_s())
 
     async def ask_prefill(
         self, prompt_ids: Sequence[int], handle: dict[str, Any] | None, **options: Any

@@ -68,7 +68,7 @@ class StockCompletions:
         Raises:
             httpx.HTTPError: P refused, or was not there.
         """
-        handle = self.proxy.handles.end(state.get("conversation", ""))
+        handle = self.proxy.end(state.get("conversation", ""))
         if handle is not None:
             await self.proxy.ask_prefill(state["history"], handle, **self._options())
 
