@@ -21,6 +21,9 @@ sources_llamaindex := $(wildcard examples/frameworks/llamaindex/*.py)
 sources_plain := $(wildcard bidikv_sdk/*.py bidikv_sdk/integrations/_*.py) examples/frameworks/task.py \
   $(filter-out examples/agents/lang% examples/agents/openai_%,$(wildcard examples/agents/*.py))
 
+# Tools of others that drive the engines; each has an environment of its own, and `tests/engine` runs them from there.
+TOOLS := aiperf
+
 .PHONY: help demo bench faults pressure soak mutants up down test integrations lint clean
 .SECONDARY:
 
@@ -28,12 +31,12 @@ help:
 	@echo "make demo    two engines on this machine, and what a turn costs with and without bidikv"
 	@echo "make bench   every way of serving an agent's turns beside each other (25 minutes; FULL=1: all scenarios, 90)"
 	@echo "make faults  what happens when anything fails at any point of a turn, on two engines (20 minutes)"
-	@echo "make pressure  sessions that would hold more than D has, beside engines without leases (12 minutes)"
+	@echo "make pressure  sessions that would hold more than D has, beside engines without leases (25 minutes)"
 	@echo "make soak    many agents for minutes, with faults, every answer checked (MINUTES=10 SEED=1 TRACES=folder)"
 	@echo "make mutants every guard taken out once: its tests must fail (10 minutes)"
 	@echo "make up      start a stack (ends with make down)"
 	@echo "make test    all checks and all tests, real engines included"
-	@echo "make integrations  the checks and tests of the framework integrations, each in its own environment"
+	@echo "make integrations  the frameworks' checks and tests, each in its own environment, and the load generator's"
 	@echo "make lint    the checks alone"
 
 .venv/.stamp: pyproject.toml
@@ -82,10 +85,10 @@ lint: .venv/.stamp
 
 .venvs/%/.stamp: pyproject.toml .venvs/uv/bin/uv
 	test -x .venvs/$*/bin/python || .venvs/uv/bin/uv venv --python $(PYTHON) .venvs/$*
-	.venvs/uv/bin/uv pip install --python .venvs/$*/bin/python --group $* -e '.[$(extras_$*)]'
+	.venvs/uv/bin/uv pip install --python .venvs/$*/bin/python --group $* $(if $(extras_$*),-e '.[$(extras_$*)]')
 	touch $@
 
-integrations: $(ENVIRONMENTS:%=integration-%)
+integrations: $(ENVIRONMENTS:%=integration-%) $(TOOLS:%=.venvs/%/.stamp)
 
 integration-%: .venvs/%/.stamp
 	.venvs/$*/bin/mypy $(sources_$*)

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from server_ext.launch.command import Role
     from server_ext.launch.stack import Stack
 
-SCALE: Final = 4
-"""All times of real agents are divided by this: 60 s of lease are 15 s here."""
-TTL_S: Final = 60 // SCALE
 _REST_DEADLINE_S: Final = 45.0
 
 
@@ -285,7 +282,7 @@ class StockArm:
         return self.proxy.handles.num_held_blocks(now_s=time.monotonic())
 
 
-def our_config(folder: Path) -> StackConfig:
+def our_config(folder: Path, ttl_s: int) -> StackConfig:
     """Return our stack as the run has it: default settings, but for the scaled time to live and the way of turns."""
     prefill, decode = free_ports()
     return StackConfig(
@@ -297,6 +294,6 @@ def our_config(folder: Path) -> StackConfig:
         kv_cache_bytes=(POOL_BLOCKS + 1) * WIDE.kv_bytes(BLOCK_SIZE),  # one more is vLLM's null block
         max_model_len=MAX_MODEL_LEN,
         # Every turn goes by P, as in the other arms: `auto` computes some on D, which is another comparison.
-        settings={"default_ttl_s": float(TTL_S), "default_route": "fetch"},
+        settings={"default_ttl_s": float(ttl_s), "default_route": "fetch"},
         extra_env={"VLLM_SERVER_DEV_MODE": "1"},
     )

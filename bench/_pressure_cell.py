@@ -21,12 +21,10 @@ if TYPE_CHECKING:
 
     from bench._others import Other, Others
     from bench._pressure_arms import Answer, Arm, Samples
-    from bench._pressure_load import Session
+    from bench._pressure_load import Pace, Session
 
 LEAD_S: Final = 0.3
 """From the order to start to the first request."""
-GRACE_S: Final = 6.0
-"""What is not answered so long after the last request was begun, counts as unanswered."""
 _POLL_S: Final = 1.0
 
 
@@ -174,7 +172,7 @@ class _Agent:
 async def measure(
     arm: Arm,
     others: Others,
-    load: tuple[int, int, float],
+    load: tuple[int, int, Pace],
     tokenize: Callable[[str], list[int]],
     *,
     comes_to_rest: bool = True,
@@ -184,18 +182,19 @@ async def measure(
     Args:
         arm: which.
         others: the process of the other requests.
-        load: percent of the pool, sessions at a time, and for how many seconds new requests come.
+        load: percent of the pool, sessions at a time, and how fast requests come.
         tokenize: of the model.
         comes_to_rest: wait until it is at rest again.
     """
-    percent, slots, duration_s = load
+    percent, slots, pace = load
     before = await arm.pair.samples()
     start_s = time.monotonic() + LEAD_S
-    end_s, last_s = start_s + duration_s, start_s + duration_s + GRACE_S
+    end_s = start_s + pace.duration_s
+    last_s = end_s + pace.grace_s
     asking = others.start(arm.pair.stack.url, WIDE.name, start_s, end_s, last_s)
     agents = Agents(arm, slots, f"{arm.name}-{percent}-{start_s:.0f}", tokenize)
     watching = asyncio.create_task(_watch(arm, agents.peaks))
-    await agents.run(arrivals(slots, duration_s), start_s, last_s)
+    await agents.run(arrivals(slots, pace), start_s, last_s)
     asked_by_others = await asyncio.wrap_future(asking)
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)

@@ -1,7 +1,8 @@
 """The load of the pressure run: which sessions and which other requests come, and when. Pure, and the same in all arms.
 
 Sessions: `num_slots` agents work at the same time, each through sessions of `TURNS_PER_SESSION` turns, one after the
-other; turns come at a fixed rate, whatever the number of agents, so only what could be held grows with the load.
+other; turns come at a fixed rate, whatever the number of agents, so only what could be held grows with the load. How
+fast that is depends on the machine (`Pace`): on one that cannot keep up, queues would decide everything.
 Others: plain completions without a session, some streams at a time; each begins with the prompt of one of a few apps.
 """
 
@@ -17,19 +18,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 BLOCK_SIZE: Final = 32
-POOL_BLOCKS: Final = 255
+POOL_BLOCKS: Final = 127
 """Of D and of P; vLLM's null block is one more."""
 MAX_MODEL_LEN: Final = 1536
 PERCENTS: Final = (120, 200, 400)
 """What the sessions would hold, of D's pool."""
 
 TURNS_PER_SESSION: Final = 4
-ANSWER_TOKENS: Final = 16
-_SYSTEM_WORDS: Final = 500
+ANSWER_TOKENS: Final = 8
+_SYSTEM_WORDS: Final = 250
 _DELTA_WORDS: Final = 32
-TURNS_PER_S: Final = 4.0
+_TURNS: Final = 72
+"""Of one measurement, about."""
+_IN_PROGRESS: Final = 0.8
+"""Turns that run at a time, on average, where nothing is held."""
 
-NUM_OTHERS: Final = 8
+NUM_OTHERS: Final = 5
 """Streams of others at a time."""
 OTHER_TOKENS: Final = 128
 """Length of each one's answer."""
@@ -79,15 +83,49 @@ def num_slots(percent: int, tokenize: Callable[[str], list[int]]) -> int:
     return -(-percent * POOL_BLOCKS // (100 * blocks))
 
 
-def arrivals(slots: int, duration_s: float) -> list[tuple[float, int]]:
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast requests come.
+
+    - `turns_per_s`: turns of sessions.
+    - `duration_s`: new requests come for so long.
+    - `grace_s`: what is not answered so long after that, counts as unanswered.
+    """
+
+    turns_per_s: float
+    duration_s: float
+    grace_s: float
+
+    @property
+    def ttl_s(self) -> int:
+        """How long leases live: while so many turns come, every session of the highest load has had its turn."""
+        return round(60 / self.turns_per_s)
+
+    @classmethod
+    def of(cls, turn_s: float, other_s: float) -> Pace:
+        """Return that of a machine.
+
+        Args:
+            turn_s: what a turn takes there, beside the others and no other turn.
+            other_s: what a request of the others takes.
+        """
+        turns_per_s = _IN_PROGRESS / turn_s
+        return cls(turns_per_s, _TURNS / turns_per_s, 3 * other_s)
+
+
+FIRST_PACE: Final = Pace(0.5, 20.0, 40.0)
+"""Slow enough for any machine, to find out what its own is."""
+
+
+def arrivals(slots: int, pace: Pace) -> list[tuple[float, int]]:
     """Return when turns come and in which slots, in order: every slot once before any comes again, in mixed order."""
     chance = random.Random(slots)
     at_s = 0.0
     events: list[tuple[float, int]] = []
     while True:
         for slot in chance.sample(range(slots), slots):
-            at_s += chance.uniform(0.5, 1.5) / TURNS_PER_S
-            if at_s >= duration_s:
+            at_s += chance.uniform(0.5, 1.5) / pace.turns_per_s
+            if at_s >= pace.duration_s:
                 return events
             events.append((at_s, slot))
 

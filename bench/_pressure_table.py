@@ -31,17 +31,19 @@ the same pools ({pool_blocks} blocks of 32 tokens on D and on P), the same flags
 start, and the same load, drawn from seeds:
 
 - **Sessions**: as many at a time as hold 120, 200 or 400 % of D's pool after their first turns ({slots}). Turns
-  come at a fixed rate, {rate:g} a second, so that only what is held grows with the load. A session has up to four
-  turns, of some 550 tokens and then about 60 more each, then ends, and another begins.
+  come at a fixed rate, {rate:g} a second, so that only what is held grows with the load; it is the rate at which 0.8
+  turns run at a time on this machine where nothing is held. A session has up to four
+  turns, of some 300 tokens and then about 50 more each, then ends, and another begins.
 - **Others**: {others} streams of completions without a session on D, one request after the other, each of 304
   tokens and {other_tokens} more in the answer; 256 of the 304 are the prompt of one of eight apps, so their
   prefix-cache hit rate means something.
 
 Each measurement takes {seconds:g} s, and {grace:g} s more for what is still running. `no_leases` and `bidikv`
-take turns, {rounds} rounds each, while the engines of the other one are frozen; inter-token times are of both
-rounds together, the first two seconds left out. The stock arms run once per load, each time on new engines, for
-nothing but their end gives back what D holds for eight minutes. Times of real agents are divided by {scale}: a
-lease of 60 s lives {ttl_s} s here. The hold time at the default stays as it is.
+take turns, {rounds} rounds each, while the engines of the other one are frozen; inter-token times in the tables are of
+all rounds together, the first two seconds left out, and the bar is for the median of the rounds' ratios. The stock arms
+run once per load, each time on new engines, for nothing but their end gives back what D holds for eight minutes. A
+lease lives as long as 60 turns take to come, here {ttl_s} s, in place of 60 s at the gaps of real agents. The hold time
+at the default stays 480 s.
 
 What favours whom: `no_leases` and the stock arms have their proxy in the benchmark's process, while our turns are
 conducted by D's API server, which also serves the others' streams: that counts against us. Where P reads a lease it
@@ -88,7 +90,6 @@ def page(report: Report) -> str:
         seconds=setup["duration_s"],
         grace=setup["grace_s"],
         rounds=setup["rounds"],
-        scale=setup["time_scale"],
         ttl_s=setup["lease_ttl_s"],
     )
     parts = [head]

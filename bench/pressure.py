@@ -5,7 +5,7 @@ Four arms under the same load: stock P/D that holds nothing (`no_leases`), ours 
 by round, while the engines of the one that is not measured are frozen. Writes `out/pressure.json`; of a whole run also
 `docs/pressure.json` and `docs/pressure.md`. The exit status is 1 where a bar is missed.
 
-Order: `main` -> `Run.compare` (the bars), `Run.stock` (beside them) -> `Run.judge` -> `report`.
+Order: `main` -> `Run.find_pace` -> `Run.compare` (the bars), `Run.stock` (beside them) -> `Run.judge` -> `report`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import signal
 import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from tokenizers import Tokenizer
@@ -25,13 +27,14 @@ from bench._cores import kept_off, share_out
 from bench._machine import versions
 from bench._others import Others
 from bench._pressure import ARMS, BIDIKV, NO_LEASES, STOCK, STOCK_TUNED, Report, summary
-from bench._pressure_arms import SCALE, TTL_S, BidiKVArm, Pair, StockArm, our_config
-from bench._pressure_cell import GRACE_S, measure
-from bench._pressure_load import NUM_OTHERS, OTHER_TOKENS, PERCENTS, POOL_BLOCKS, TURNS_PER_S, num_slots
+from bench._pressure_arms import BidiKVArm, Pair, StockArm, our_config
+from bench._pressure_cell import measure
+from bench._pressure_load import FIRST_PACE, NUM_OTHERS, OTHER_TOKENS, PERCENTS, POOL_BLOCKS, Pace, num_slots
 from bench._pressure_reference import References, answers
 from bench._pressure_table import page
 from bench._reference import Verdict
 from bench._stock import DEFAULT_HOLD_S, stock_config
+from bench.faults import leave_in_order
 from server_ext.launch.stack import running_stack
 from server_ext.launch.tiny import WIDE, ensure_tiny
 
@@ -42,8 +45,7 @@ if TYPE_CHECKING:
     from bench._pressure_cell import Cell
 
 ROOT: Final = Path(__file__).parents[1]
-DURATION_S: Final = 18.0
-ROUNDS: Final = 2
+ROUNDS: Final = 3
 _WARM_UP_DEADLINE_S: Final = 60.0
 
 
@@ -54,16 +56,24 @@ class Run:
         folder: for the engines' logs.
         others: the process of the other requests.
         percents: the loads.
-        duration_s: of one measurement, in seconds.
     """
 
-    def __init__(self, folder: Path, others: Others, percents: Sequence[int], duration_s: float) -> None:
+    def __init__(self, folder: Path, others: Others, percents: Sequence[int]) -> None:
         self._folder = folder
         self._others = others
         self._percents = percents
-        self._duration_s = duration_s
+        self._pace = FIRST_PACE
         self._tokenizer = Tokenizer.from_file(str(ensure_tiny(print, WIDE) / "tokenizer.json"))
         self.cells: list[Cell] = []
+
+    async def find_pace(self, without: StockArm) -> None:
+        """Let requests come as fast as this machine can serve them where nothing is held."""
+        await self.measure(without, self._percents[0])
+        found = self.cells.pop()
+        turn_s = median(one.ended_s - one.sent_s for one in found.asked if one.ended_s is not None)
+        other_s = median(one.chunk_s[-1] - one.sent_s for one in found.others if one.cached_tokens is not None)
+        self._pace = Pace.of(turn_s, other_s)
+        print(f"a turn takes {turn_s:.2f} s here, another request {other_s:.1f} s: {self._pace}", flush=True)
 
     async def compare(self, ours: BidiKVArm, without: StockArm, rounds: int) -> None:
         """Measure our arm and the one without leases in turns."""
@@ -76,7 +86,7 @@ class Run:
     async def stock(self, stacks: ExitStack) -> None:
         """Measure stock `bidirectional_kv_xfer` with either hold time, on new engines: only their end frees all."""
         for percent in self._percents:
-            for name, hold_s in ((STOCK, None), (STOCK_TUNED, TTL_S)):
+            for name, hold_s in ((STOCK, None), (STOCK_TUNED, self._pace.ttl_s)):
                 arm = await self.start_stock(stacks, name, hold_s=hold_s)
                 await self.measure(arm, percent, comes_to_rest=False)
                 arm.pair.stop()
@@ -98,7 +108,7 @@ class Run:
     def _pair(self, stacks: ExitStack, name: str, **stock: Any) -> Pair:
         print(f"starting the engines of {name}", flush=True)
         folder = self._folder / f"{name}-{len(self.cells)}"
-        config = our_config(folder)
+        config = our_config(folder, self._pace.ttl_s)
         pair = Pair(stacks.enter_context(running_stack(stock_config(config, **stock) if stock else config, folder)))
         stacks.callback(pair.wake)
         return pair
@@ -111,7 +121,7 @@ class Run:
 
     async def measure(self, arm: Arm, percent: int, *, comes_to_rest: bool = True) -> None:
         """Measure one arm under one load, beginning with empty caches."""
-        load = percent, num_slots(percent, self.tokenize), self._duration_s
+        load = percent, num_slots(percent, self.tokenize), self._pace
         arm.pair.wake()
         if comes_to_rest:
             await arm.pair.rest()
@@ -135,15 +145,14 @@ class Run:
             "model": WIDE.name,
             "pool_blocks": POOL_BLOCKS,
             "sessions_at_a_time": {str(percent): num_slots(percent, self.tokenize) for percent in self._percents},
-            "turns_per_s": TURNS_PER_S,
+            "turns_per_s": round(self._pace.turns_per_s, 2),
             "others_at_a_time": NUM_OTHERS,
             "others_answer_tokens": OTHER_TOKENS,
-            "duration_s": self._duration_s,
-            "grace_s": GRACE_S,
+            "duration_s": round(self._pace.duration_s, 1),
+            "grace_s": round(self._pace.grace_s, 1),
             "rounds": rounds,
-            "time_scale": SCALE,
-            "lease_ttl_s": TTL_S,
-            "hold_s": {STOCK: DEFAULT_HOLD_S, STOCK_TUNED: TTL_S},
+            "lease_ttl_s": self._pace.ttl_s,
+            "hold_s": {STOCK: DEFAULT_HOLD_S, STOCK_TUNED: self._pace.ttl_s},
         }
         installed = versions()
         return Report(load, setup, machine=installed.pop("cpu"), versions=installed)
@@ -154,11 +163,12 @@ class Run:
         return ids
 
 
-async def run_all(percents: Sequence[int], duration_s: float, rounds: int, *, with_stock: bool) -> Report:
+async def run_all(percents: Sequence[int], rounds: int, *, with_stock: bool) -> Report:
     """Run everything."""
     with tempfile.TemporaryDirectory() as folder, Others() as others, ExitStack() as stacks:
-        run = Run(Path(folder), others, percents, duration_s)
+        run = Run(Path(folder), others, percents)
         without = await run.start_stock(stacks, NO_LEASES)
+        await run.find_pace(without)
         ours = await run.start_ours(stacks)
         await run.compare(ours, without, rounds)
         ours.pair.stop()
@@ -186,12 +196,12 @@ def main() -> int:
     """Run all of it, or a part, and write what came of it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--percent", type=int, action="append", help="only this load; may be given several times")
-    parser.add_argument("--seconds", type=float, default=DURATION_S, help="length of each measurement")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of our arm and the one without leases")
     parser.add_argument("--without-stock", action="store_true", help="leave out stock bidirectional_kv_xfer")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, leave_in_order)  # engines that stand still would stay so for ever
     percents = args.percent or PERCENTS
-    found = asyncio.run(run_all(percents, args.seconds, args.rounds, with_stock=not args.without_stock))
+    found = asyncio.run(run_all(percents, args.rounds, with_stock=not args.without_stock))
     return report(found, is_whole=args.percent is None and not args.without_stock)
 
 

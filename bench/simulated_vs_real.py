@@ -32,7 +32,7 @@ from server_ext.launch.model import SMOLLM2, ensure_smollm2
 from server_ext.launch.stack import ensure_secret, free_ports, running_stack
 from server_ext.simulation.fit import Shape, fit_rates
 from server_ext.simulation.fleet import Fleet, FleetConfig
-from server_ext.traffic import SMALL, LogNormal, PlannedSession, generate
+from server_ext.traffic import SMALL, LogNormal, PlannedSession, generate, prompts
 
 if TYPE_CHECKING:
     from server_ext.simulation.rates import FleetRates
@@ -175,8 +175,11 @@ async def overhead(client: AsyncBidiKV) -> tuple[int, int]:
 def planned(args: argparse.Namespace, seed: int, rates: FleetRates) -> list[PlannedSession]:
     """Return the sessions of a seed, with gaps that end within minutes and deltas that a chat template can have."""
     sample = list(generate(WORKLOAD, 100, seed=seed + 1000, rate_per_s=None))
-    turns = [turn for session in sample for turn in session.turns]
-    busy_s = sum(min(turn.gap_s, MAX_GAP_S) + turn.output_tokens * rates.decode_step_s + 0.5 for turn in turns)
+    busy_s = sum(
+        min(turn.gap_s, MAX_GAP_S) + turn.output_tokens * rates.decode_step_s + rates.prefill_s(prompt, kept)
+        for session in sample
+        for turn, (prompt, kept) in zip(session.turns, prompts(session), strict=True)
+    )
     rate_per_s = args.concurrent / (busy_s / len(sample))
     plan = []
     for session in generate(WORKLOAD, args.sessions, seed=seed, rate_per_s=rate_per_s):

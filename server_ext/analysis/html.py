@@ -106,8 +106,7 @@ def _head(report: Report) -> str:
     reasons = "".join(f"<li>{escape(reason)}</li>" for reason in verdict.reasons)
     return (
         f'<h1>Does decode-to-prefill reuse pay on this traffic?</h1><p class="soft">{escape(formats)} · '
-        f"{escape(limits.model.name)} on {limits.num_gpus} x {escape(limits.gpu.name)} per engine · "
-        f"{escape(limits.link.name)} link</p>"
+        f"{escape(limits.model.name)} on {escape(limits.hardware)}</p>"
         f'<section class="card verdict" style="--tone:var({_TONES[verdict.decision]})">'
         f"<strong>{escape(verdict.headline)}</strong>{rule}<ul>{reasons}</ul>"
         f'</section><div class="tiles">'

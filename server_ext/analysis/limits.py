@@ -39,6 +39,13 @@ class Limits:
         return self.engine_gpus is not None
 
     @property
+    def hardware(self) -> str:
+        """What this is of, in words."""
+        if self.is_measured:
+            return "engines and a link as measured"
+        return f"{self.num_gpus} x {self.gpu.name} per engine, {self.link.name} link"
+
+    @property
     def num_gpus(self) -> int:
         """GPUs of one engine, if not given: the smallest power of two whose memory the weights fill to at most 60 %."""
         if self.engine_gpus is not None:

@@ -11,9 +11,9 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -308,6 +308,16 @@ def make_settings(budget_fraction: float, ttl_s: float) -> HomeSettings:
         max_ttl_s=max_ttl_s,
         session_retention_s=max(default.session_retention_s, max_ttl_s),
     )
+
+
+def settings_to_write(budget_fraction: float, ttl_s: float) -> dict[str, Any]:
+    """Return what to write under `kv_connector_extra_config.bidikv` for the settings of `make_settings`.
+
+    The two, and what else has to leave its default for their sake.
+    """
+    made, default = asdict(make_settings(budget_fraction, ttl_s)), asdict(HomeSettings())
+    asked = ("budget_fraction", "default_ttl_s")
+    return {name: value for name, value in made.items() if name in asked or value != default[name]}
 
 
 def chunk_rates(linear_s_per_token: float, attention_tokens: float, chunk_tokens: int) -> ConstantRates:

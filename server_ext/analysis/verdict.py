@@ -1,12 +1,14 @@
 """Judges the answers: adopt, adopt for these sessions, or do not bother; and the settings to begin with."""
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 import numpy as np
 
+from server_ext.core.settings import HomeSettings
+
 from .limits import Limits
+from .memory import settings_to_write
 from .questions import Holding
 from .replay import Replayed
 from .ttft import Savings
@@ -83,7 +85,7 @@ def judge(savings: Savings, holding: Holding, limits: Limits) -> Verdict:
         total_gain=savings.total_gain,
         rule=_rule(savings, is_worth_it) if decision == "adopt for these sessions" else None,
         sessions=sessions,
-        settings=None if decision == "do not bother" else _settings(holding.best, limits),
+        settings=None if decision == "do not bother" else _settings(holding.best),
     )
 
 
@@ -130,7 +132,8 @@ def _reasons(
             "so it depends on P's hit rate, which this log does not tell (log `cached_tokens`): "
             f"cold: {decisions['cold']}, always warm: {decisions['warm']}"
         )
-    even, link = limits.break_even_tokens, limits.link.name
+    even = limits.break_even_tokens
+    link = "the measured link" if limits.is_measured else limits.link.name
     too_late = even > limits.model.max_context_tokens
     tail = f", which is more than {limits.model.name} takes" if too_late else " of history on"
     reasons.append(f"over {link} fetching beats computing from {even:,.0f} tokens{tail}")
@@ -145,11 +148,7 @@ def _reasons(
     return reasons
 
 
-def _settings(best: Replayed | None, limits: Limits) -> dict[str, Any]:
-    # Whole blocks of 64; never less than the server's own default.
-    least = max(64, math.ceil(limits.break_even_tokens / 64) * 64)
-    settings: dict[str, Any] = {"default_route": "fetch", "min_fetch_tokens": least}
-    if best is not None:
-        settings |= {"budget_fraction": best.budget_fraction, "default_ttl_s": best.ttl_s}
-        settings["max_ttl_s"] = max(900.0, best.ttl_s)
-    return settings
+def _settings(best: Replayed | None) -> dict[str, Any]:
+    # From which length on fetching pays is left to `auto`, which measures it.
+    route = {"default_route": HomeSettings().default_route}
+    return route if best is None else route | settings_to_write(best.budget_fraction, best.ttl_s)

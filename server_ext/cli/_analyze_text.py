@@ -40,8 +40,7 @@ def _show_head(report: Report, console: Console) -> None:
     formats = ", ".join(f"{count:,} x {name}" for name, count in report.formats.items())
     console.print(f"[bold]{reuse.num_turns:,} turns of {reuse.num_sessions:,} sessions[/] ({formats})")
     console.print(
-        f"[dim]{limits.model.name} on {limits.num_gpus} x {limits.gpu.name} per engine, {limits.link.name}; "
-        f"limits of idle engines, queueing is not modelled[/]\n"
+        f"[dim]{limits.model.name} on {limits.hardware}; limits of idle engines, queueing is not modelled[/]\n"
     )
 
 

@@ -1,19 +1,21 @@
-"""What several commands take and give alike: hardware as options, recorded sessions, an engine's model, files."""
+"""What several commands take and give alike: hardware as options, recorded sessions, an engine's size, files."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from server_ext.cli._server import say_and_exit
+from server_ext.cli._server import root_of, say_and_exit
 
 if TYPE_CHECKING:
-    from server_ext.analysis.hardware import Model
     from server_ext.analysis.limits import Limits
     from server_ext.traffic import PlannedSession
+
+_TIMEOUT_S = 30.0
 
 ModelName = Annotated[str, typer.Option("--model", help="A known model, or a config.json.")]
 Gpu = Annotated[
@@ -41,29 +43,81 @@ def find_limits(model: str, gpu: str, link: str, fixed_ms: float, efficiency: fl
     return Limits(find_model(model), find_gpu(gpu), find_link(link), fixed_ms / 1e3, efficiency)
 
 
-def find_engine_model(text: str | None, card: Mapping[str, Any]) -> Model:
-    """Return the model of a running engine.
+@dataclass(frozen=True, slots=True)
+class DecodeEngine:
+    """What a running decode engine says of itself."""
+
+    model: str
+    """Its served name."""
+    root: str
+    """Where the model came from: a folder or a name; the served name where it does not say."""
+    max_model_len: int
+    kv_bytes_per_token: int
+    """Over all layers, in the type that its cache has."""
+    pool_tokens: int
+    """Tokens whose KV fits."""
+    step_tokens: int
+    """Most tokens that a step computes."""
+
+
+def find_decode_engine(base_url: str, api_key: str | None) -> DecodeEngine:
+    """Ask a decode engine for its size; a model's `config.json` does not know how it is run (`--dtype`).
 
     Args:
-        text: a known model or a `config.json`; None: what the engine says, if that is known or a folder here.
-        card: the engine's entry of `/v1/models`.
+        base_url: where its routes begin, `/v1` included; `/metrics` is looked for beside that.
+        api_key: None where it asks for none.
 
     Raises:
-        ValueError: it is neither; the text says what to give.
+        ValueError: it does not say; the text names the address and what to do.
     """
-    from server_ext.analysis.hardware import UnknownHardware, find_model
+    import httpx
 
-    name = text if text is not None else str(card.get("root") or card.get("id"))
+    from server_ext.cli._metrics import scrape
+
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    card = _ask(f"{base_url}/models", headers, lambda said: said["data"][0])
+    engine = _ask(f"{base_url}/bidikv/engine", headers, lambda said: said["engine"])
+    if engine.get("role") != "decode":
+        msg = f"{base_url} is a {engine.get('role')} engine: give the address of its decode engine"
+        raise ValueError(msg)
+    root_url = root_of(base_url)
     try:
-        return find_model(name)
-    except UnknownHardware as error:
-        if text is not None or "id" not in card:
-            raise
-        try:
-            return find_model(str(card["id"]))
-        except UnknownHardware:
-            msg = f"the engine's model {name!r} is neither known nor a folder here: give its config.json as --model"
-            raise ValueError(msg) from error
+        metrics = scrape(root_url)
+        pool_tokens = int(metrics.total("bidikv_blocks", state="total")) * int(engine["block_size"])
+        found = DecodeEngine(
+            model=str(card["id"]),
+            root=str(card.get("root") or card["id"]),
+            max_model_len=int(engine["max_model_len"]),
+            kv_bytes_per_token=int(metrics.total("bidikv_bytes", state="total")) // pool_tokens,
+            pool_tokens=pool_tokens,
+            step_tokens=int(engine["max_num_batched_tokens"]),
+        )
+    except (httpx.HTTPError, LookupError, TypeError, ValueError, ZeroDivisionError) as error:
+        why = f"{type(error).__name__}: {error}"
+    else:
+        if found.kv_bytes_per_token:
+            return found
+        why = "no bidikv_bytes"
+    msg = (
+        f"{root_url}: /v1/bidikv/engine and /metrics do not tell how large the cache is ({why}): give the decode "
+        "engine's own address, or let what is in front of it pass /metrics"
+    )
+    raise ValueError(msg)
+
+
+def _ask(url: str, headers: Mapping[str, str], take: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return an object out of what a route says, taken from it by `take`."""
+    import httpx
+
+    try:
+        # As the SDK: what the environment says of proxies holds for engines elsewhere.
+        reply = httpx.get(url, headers=headers, timeout=_TIMEOUT_S)
+        return dict(take(reply.raise_for_status().json()))
+    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        msg = (
+            f"{url} does not answer as a decode engine's does ({type(error).__name__}: {error}); is the address right?"
+        )
+        raise ValueError(msg) from error
 
 
 def recorded_sessions(traces: list[str]) -> list[PlannedSession]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,9 +20,10 @@ from server_ext.cli._server import (
     root_of,
     say_and_exit,
 )
-from server_ext.cli._shared import find_engine_model, recorded_sessions
+from server_ext.cli._shared import DecodeEngine, find_decode_engine, recorded_sessions
 
 if TYPE_CHECKING:
+    from server_ext.analysis.hardware import Model as Shape
     from server_ext.benchmark.arms import Arm, Complete
     from server_ext.benchmark.rounds import ArmRound, Reference
     from server_ext.benchmark.scenarios import Scenario
@@ -100,8 +101,8 @@ def bench(
         find_base_url(base_url), (prefill_url or _local_prefill_url()).rstrip("/"), aggregated_url, api_key
     )
     try:
-        card = _card(engines)
-        most = min(max_tokens or _MOST_TOKENS, int(card["max_model_len"]))
+        decode = find_decode_engine(engines.base_url, engines.api_key)
+        most = min(max_tokens or _MOST_TOKENS, decode.max_model_len)
         scenario = _scenario(
             _planned(traces, sessions, rate, seed),
             turns,
@@ -110,7 +111,7 @@ def bench(
             at_once,
             _arms(arms, aggregated_url),
         )
-        result = asyncio.run(_measure(engines, scenario, _model(model, card), rounds, seed))
+        result = asyncio.run(_measure(engines, scenario, _model(model, decode), rounds, seed))
     except BidiKVError as error:
         say_and_exit(explain(error, engines.base_url))
     except httpx.HTTPError as error:
@@ -131,20 +132,25 @@ def _local_prefill_url() -> str:
     return found[0]
 
 
-def _card(engines: Engines) -> dict[str, Any]:
-    import httpx
-
-    headers = {"Authorization": f"Bearer {engines.api_key}"} if engines.api_key else {}
-    reply = httpx.get(f"{engines.base_url}/models", headers=headers, timeout=30)
-    card: dict[str, Any] = reply.raise_for_status().json()["data"][0]
-    return card
-
-
-def _model(text: str | None, card: Mapping[str, Any]) -> Model:
+def _model(text: str | None, decode: DecodeEngine) -> Model:
+    """Return the engines' model, in the shape of `text`, or else of what they say, where that is known or here."""
+    from server_ext.analysis.hardware import find_model
     from server_ext.benchmark.suite import Model
 
-    found = find_engine_model(text, card)
-    return Model(str(card["id"]), found.attention_tokens, found.kv_bytes_per_token)
+    shape = find_model(text) if text is not None else _known(decode.root) or _known(decode.model)
+    if shape is None:
+        msg = f"the engine's model {decode.root!r} is neither known nor a folder here: give its config.json as --model"
+        raise ValueError(msg)
+    return Model(decode.model, shape.attention_tokens, decode.kv_bytes_per_token)
+
+
+def _known(name: str) -> Shape | None:
+    from server_ext.analysis.hardware import UnknownHardware, find_model
+
+    try:
+        return find_model(name)
+    except UnknownHardware:
+        return None
 
 
 def _arms(text: str, aggregated_url: str | None) -> tuple[str, ...]:

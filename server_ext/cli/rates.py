@@ -10,30 +10,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from server_ext.cli._server import ApiKey, local_base_url, say_and_exit
-from server_ext.cli._shared import find_engine_model, save
+from server_ext.cli._shared import DecodeEngine, find_decode_engine, save
 
 if TYPE_CHECKING:
-    from server_ext.cli._measure import Measurement
     from server_ext.simulation.rates import FleetRates
 
 _STDOUT = "-"
 _DEFAULT_LONGEST = 2048
+_BESIDE_TOKENS = 256
+"""What a template adds, the new tokens behind a history, and the answer."""
 
 
 def rates(
     url: Annotated[str | None, typer.Option(help="Base URL of a decode engine (default: that of `bidikv up`).")] = None,
     api_key: ApiKey = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="A known model, or a config.json (default: the engine's, if it is a folder here)."),
-    ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(help="Longest prompt (default: half of the context, at most 2048).", min=100)
     ] = None,
     repeats: Annotated[int, typer.Option(help="How often each point is measured.", min=1)] = 1,
-    step_tokens: Annotated[
-        int, typer.Option(help="D's max_num_batched_tokens, for turns that D computes itself.", min=1)
-    ] = 8192,
     out: Annotated[str, typer.Option(help="Where to write the rates; - prints them alone.")] = "rates.json",
 ) -> None:
     """Measure your own engines, for `simulate --rates` and `analyze --rates`. They must be idle otherwise."""
@@ -47,7 +41,9 @@ def rates(
         say_and_exit(f"rates needs {error.name}: pip install 'bidikv-sdk[analyze]'")
     base_url = _base_url(url)
     try:
-        found, raw = asyncio.run(_measure(base_url, api_key, model, max_tokens, repeats, step_tokens))
+        engine = find_decode_engine(base_url, api_key)
+        longest = _longest(max_tokens, engine.max_model_len)
+        found, raw = asyncio.run(_measure(base_url, api_key, engine, longest, repeats))
     except (BidiKVError, ValueError) as error:
         say_and_exit(str(error))
     text = json.dumps({**found.to_json(), "samples": raw}, indent=1)
@@ -66,64 +62,34 @@ def _base_url(url: str | None) -> str:
     return url if url.endswith("/v1") else url + "/v1"
 
 
+def _longest(max_tokens: int | None, context: int) -> int:
+    longest = max_tokens or min(context // 2, _DEFAULT_LONGEST)
+    most = context - _BESIDE_TOKENS
+    if longest > most:
+        msg = f"--max-tokens {longest} does not fit into the context of {context}: give at most {most}"
+        raise ValueError(msg)
+    return longest
+
+
 async def _measure(
-    base_url: str,
-    api_key: str | None,
-    model: str | None,
-    max_tokens: int | None,
-    repeats: int,
-    step_tokens: int,
+    base_url: str, api_key: str | None, engine: DecodeEngine, longest: int, repeats: int
 ) -> tuple[FleetRates, dict[str, Any]]:
     from bidikv_sdk import AsyncBidiKV
     from server_ext.cli._measure import Measurement
     from server_ext.simulation.fit import Shape, fit_rates
 
-    card = await _model_card(base_url, api_key)
-    constants = find_engine_model(model, card)
-    context = int(card.get("max_model_len") or constants.max_context_tokens)
-    longest = max_tokens or min(context // 2, _DEFAULT_LONGEST)
-    if longest > context - 256:
-        msg = f"--max-tokens {longest} does not fit into the context of {context}: give at most {context - 256}"
-        raise ValueError(msg)
     async with AsyncBidiKV(base_url, api_key=api_key) as client:
         measured = Measurement(client, longest, repeats, _say)
         await measured.run()
     shape = Shape(
-        model=constants.name,
+        model=engine.model,
         source=f"measured with prompts of up to {longest} tokens",
-        kv_bytes_per_token=constants.kv_bytes_per_token,
-        max_context_tokens=context,
-        pool_tokens=_pool_tokens(measured),
-        step_tokens=step_tokens,
+        kv_bytes_per_token=engine.kv_bytes_per_token,
+        max_context_tokens=engine.max_model_len,
+        pool_tokens=engine.pool_tokens,
+        step_tokens=engine.step_tokens,
     )
     return fit_rates(shape, measured.turns, measured.decodes, measured.besides), measured.raw()
-
-
-async def _model_card(base_url: str, api_key: str | None) -> dict[str, Any]:
-    import httpx
-
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        # As the SDK: what the environment says of proxies holds for engines elsewhere.
-        async with httpx.AsyncClient(headers=headers, timeout=10) as http:
-            reply = await http.get(base_url + "/models")
-            reply.raise_for_status()
-            card = reply.json()["data"][0]
-    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-        msg = f"{base_url}/models does not answer as vLLM does ({type(error).__name__}: {error}); is --url right?"
-        raise ValueError(msg) from error
-    if not isinstance(card, dict):
-        msg = f"{base_url}/models names no model"
-        raise ValueError(msg)  # noqa: TRY004 (one error for all that the server may say)
-    return card
-
-
-def _pool_tokens(measured: Measurement) -> int:
-    block_size = measured.block_size
-    if not block_size:
-        msg = "no lease was granted, so the size of the cache is not known: raise the server's budget_fraction"
-        raise ValueError(msg)
-    return measured.said[-1].pool.total_blocks * block_size
 
 
 def _show(found: FleetRates) -> None:

@@ -92,9 +92,11 @@ def fit_rates(
     )
     computed_s = [turn.prefill_s - (turn.fetch_s or 0.0) for turn in turns]
     prefill_fixed_s, token_s, square_s = _fit([_work(turn) for turn in turns], computed_s)
-    if not token_s:
+    if not token_s and not square_s:
         msg = "prefills took the same whatever their length: measure longer ones (--max-tokens)"
         raise ValueError(msg)
+    # Of a small model attention may be all that can be seen: then it outweighs the rest from the first token on.
+    token_s = max(token_s, square_s)
     fetch_fixed_s, fetch_s = _fit(
         [(1.0, float(turn.fetched_tokens)) for turn in fetches], [turn.fetch_s or 0.0 for turn in fetches]
     )

@@ -14,7 +14,7 @@ import numpy as np
 from bidikv_sdk.wire import ROUTES, Route
 from server_ext.analysis.hardware import find_link
 from server_ext.analysis.limits import Limits
-from server_ext.analysis.memory import make_settings
+from server_ext.analysis.memory import make_settings, settings_to_write
 from server_ext.traffic import PlannedSession, Workload, generate
 
 from .fleet import Fleet, FleetConfig
@@ -250,11 +250,7 @@ class Advice:
 
 def settings_of(scenario: Scenario) -> dict[str, Any]:
     """Return what to set under `kv_connector_extra_config.bidikv`."""
-    return {
-        "budget_fraction": scenario.budget,
-        "default_ttl_s": scenario.ttl,
-        "default_route": scenario.route,
-    }
+    return settings_to_write(scenario.budget, scenario.ttl) | {"default_route": scenario.route}
 
 
 def recommend(cells: Sequence[Cell], target_s: float | None) -> Advice:

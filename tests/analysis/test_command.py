@@ -45,7 +45,7 @@ def test_json_on_standard_output_alone(log):
     report = json.loads(result.stdout)
     assert report["schema"] == 1
     assert report["input"]["formats"] == {"openai": 150}
-    assert report["verdict"]["settings"]["default_route"] == "fetch"
+    assert report["verdict"]["settings"]["default_route"] == "auto"
     assert "bugs" not in result.stdout
 
 

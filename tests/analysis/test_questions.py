@@ -1,8 +1,8 @@
-import math
-
 import pytest
 
+from server_ext.analysis.memory import make_settings
 from server_ext.analysis.report import NothingToAnalyze
+from server_ext.core.settings import HomeSettings
 from tests.analysis.logs import chat, growing, ids, limits, report_of, trace, user
 
 KV = 131_072  # bytes a token of the model that the builders take
@@ -227,13 +227,27 @@ def test_adopt():
     verdict = report_of(growing([32_000, 33_000, 34_000, 35_000], [0, 10, 20, 30])).verdict
     assert verdict.decision == "adopt"
     assert verdict.headline == "Adopt, where P's own cache loses the session between turns"
-    assert verdict.settings == {
-        "default_route": "fetch",
-        "min_fetch_tokens": math.ceil(777.3 / 64) * 64,
-        "budget_fraction": 1.0,
-        "default_ttl_s": 60.0,
-        "max_ttl_s": 900.0,
-    }
+    assert verdict.settings == {"default_route": "auto", "budget_fraction": 1.0, "default_ttl_s": 60.0}
+
+
+@pytest.mark.parametrize("ttl_s", [15.0, 60.0, 1_200.0, 7_200.0])
+def test_recommended_settings_are_the_servers(ttl_s):
+    """The server takes them as they stand, whatever grid was asked for, and they are what was replayed."""
+    times_s = [0, 10, 10 + ttl_s / 2, 20 + ttl_s / 2]
+    lines = growing([32_000, 33_000, 34_000, 35_000], times_s)
+    settings = report_of(lines, budgets=(0.75,), ttls_s=(ttl_s,)).verdict.settings
+    taken = HomeSettings.from_config(settings)
+    assert taken == make_settings(0.75, ttl_s)
+    assert taken.default_route == "auto"
+
+
+def test_recommended_settings_without_times():
+    """A log that has none says nothing about lives of leases; the server's own stay."""
+    lines = [
+        {name: value for name, value in line.items() if name != "timestamp"} for line in growing([32_000] * 3, [0] * 3)
+    ]
+    settings = report_of(lines).verdict.settings
+    assert HomeSettings.from_config(settings) == HomeSettings()
 
 
 def test_do_not_bother_with_short_prompts():

@@ -1,6 +1,7 @@
 """A deployment of one D and one P as the command line sees it: a real port, and behind it the SDK's `FakeServer`.
 
-`engine`, `prefill` and `metrics` are what D tells of itself, of its Ps and to Prometheus: there tests plant faults.
+`card`, `engine`, `prefill` and `metrics` are what D tells of its model, of itself, of its Ps and to Prometheus: there
+tests plant faults.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ bidikv_blocks{state="free"} 900.0
 bidikv_blocks{state="leased"} 120.0
 bidikv_blocks{state="ticketed"} 4.0
 bidikv_blocks{state="provisional"} 2.0
+bidikv_bytes{state="total"} 754974720.0
 bidikv_sessions{state="idle"} 5.0
 bidikv_sessions{state="running"} 1.0
 bidikv_turns_total{outcome="fetched",reason="cheapest"} 30.0
@@ -77,6 +79,7 @@ class Deployment:
     def __init__(self) -> None:
         self.server = FakeServer()
         self.api_key: str | None = None
+        self.card = {"id": "m", "root": "m", "max_model_len": 4096}
         self.engine = facts("decode")
         self.prefill: list[dict[str, Any]] = [
             {"state": "ready", "engine": facts("prefill"), "clock_offset_s": 0.01},
@@ -94,6 +97,8 @@ class Deployment:
             return httpx.Response(404) if self.metrics is None else httpx.Response(200, text=self.metrics)
         if self.api_key is not None and request.headers.get("Authorization") != f"Bearer {self.api_key}":
             return httpx.Response(401, json={"error": "Unauthorized"})
+        if path == "/v1/models":
+            return httpx.Response(200, json={"data": [self.card]})
         if path == "/v1/bidikv/engine":
             return httpx.Response(200, json={"engine": self.engine})
         if path == "/v1/bidikv/prefill":

@@ -50,7 +50,7 @@ async def test_what_a_server_does_not_time_is_left_out():
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--url", "http://127.0.0.1:9"], "is --url right"),
+        (["--url", "http://127.0.0.1:9"], "is the address right"),
         (["--max-tokens", "5"], "--max-tokens"),
     ],
 )

@@ -94,6 +94,25 @@ def test_a_cost_is_never_a_gain():
     assert found.attention_tokens > 100_000
 
 
+def test_attention_may_be_all_that_is_seen():
+    """Prefills that grow with the square of their length alone are rates like others."""
+    square_s, fixed_s = 1e-7, 0.01
+    turns = [
+        replace(one, prefill_s=fixed_s + square_s * one.prompt_tokens**2 + (one.fetch_s or 0), present_tokens=0)
+        for one in samples(RATES)
+    ]
+    found = fit_rates(SHAPE, turns, answers(RATES))
+    assert found.prefill_s(2_000) == pytest.approx(fixed_s + square_s * 2_000**2, rel=1e-2)
+    assert found.attention_tokens == 1
+
+
+def test_prefills_that_do_not_grow_are_an_error():
+    """They tell no rate; the error says what to do."""
+    turns = [replace(one, prefill_s=0.01 + (one.fetch_s or 0)) for one in samples(RATES)]
+    with pytest.raises(ValueError, match=r"whatever their length: measure longer ones \(--max-tokens\)"):
+        fit_rates(SHAPE, turns, answers(RATES))
+
+
 @pytest.mark.parametrize(
     ("turns", "decodes", "named"),
     [
@@ -157,6 +176,7 @@ def test_measured_rates_and_their_limit_model_agree():
     assert limits.fetch_s(3_000) == pytest.approx(0.02 + 0.3)
     assert limits.pool_tokens == rates.pool_tokens
     assert limits.decode_s_per_token == pytest.approx(rates.decode_step_s)
+    assert limits.hardware == "engines and a link as measured"
 
 
 def test_constants_become_rates_and_back():

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from server_ext.core.settings import HomeSettings
 from server_ext.simulation.scenario import Cell, Scenario, grid, parse_axes, recommend, run, settings_of
 from server_ext.traffic import SMALL
 
@@ -88,6 +89,13 @@ def test_the_fewest_engines_that_meet_the_target_are_recommended():
         "default_route": "fetch",
     }
     assert recommend(cells, 0.5).best is None
+
+
+@pytest.mark.parametrize("ttl_s", [5.0, 1_200.0, 7_200.0])
+def test_recommended_settings_are_the_servers(ttl_s):
+    """The server takes them as they stand, whatever grid was asked for, and they are what was simulated."""
+    scenario = replace(BASE, ttl=ttl_s, route="auto")
+    assert HomeSettings.from_config(settings_of(scenario)) == replace(scenario.config().settings, default_route="auto")
 
 
 def test_without_a_target_nearly_the_best_will_do():
