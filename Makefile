@@ -24,11 +24,12 @@ sources_plain := $(wildcard bidikv_sdk/*.py bidikv_sdk/integrations/_*.py) examp
 # Tools of others that drive the engines; each has an environment of its own, and `tests/engine` runs them from there.
 TOOLS := aiperf
 
-.PHONY: help demo faults pressure soak mutants up down test integrations lint clean
+.PHONY: help demo bench faults pressure soak mutants up down test integrations lint clean
 .SECONDARY:
 
 help:
 	@echo "make demo    two engines on this machine, and what a turn costs with and without bidikv"
+	@echo "make bench   every way of serving an agent's turns beside each other (25 minutes; FULL=1: all scenarios, 90)"
 	@echo "make faults  what happens when anything fails at any point of a turn, on two engines (20 minutes)"
 	@echo "make pressure  sessions that would hold more than D has, beside engines without leases (25 minutes)"
 	@echo "make soak    many agents for minutes, with faults, every answer checked (MINUTES=10 SEED=1 TRACES=folder)"
@@ -52,6 +53,9 @@ help:
 
 demo: .venv/.stamp
 	$(BIN)/python bench/demo.py
+
+bench: .venv/.stamp
+	$(BIN)/python bench/alternatives.py $(if $(FULL),--full --out docs/bench)
 
 faults: .venv/.stamp
 	$(BIN)/python bench/faults.py

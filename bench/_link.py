@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
 
 class Link:
@@ -31,6 +31,24 @@ class Link:
         """Drop reads that have ended."""
         for read_id in read_ids:
             self._due_s.pop(read_id, None)
+
+
+def on_slow_link(transfer: dict[str, Any], link: Mapping[str, float] | None) -> dict[str, Any]:
+    """Return a `--kv-transfer-config` whose connector reads over a slow link (see `slow_link`).
+
+    Args:
+        transfer: of our connector, or of vLLM's own.
+        link: `bytes_per_s`, and `block_bytes` of one KV block in all layers; None for this machine's own.
+    """
+    if link is None:
+        return transfer
+    extra = {**transfer["kv_connector_extra_config"], "slow_link": dict(link)}
+    return {
+        **transfer,
+        "kv_connector": f"SlowLink{transfer['kv_connector']}",
+        "kv_connector_module_path": "bench.slow_link",
+        "kv_connector_extra_config": extra,
+    }
 
 
 def slow_down(

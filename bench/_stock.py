@@ -13,11 +13,12 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from bench._link import on_slow_link
 from bidikv_sdk.prefix import num_blocks
 from server_ext.launch.command import ROLES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import httpx
 
@@ -37,18 +38,21 @@ _NO_HANDLE: Final = {
 }
 
 
-def stock_config(config: StackConfig, *, bidirectional: bool, hold_s: int | None = None) -> StackConfig:
+def stock_config(
+    config: StackConfig, *, bidirectional: bool, hold_s: int | None = None, link: Mapping[str, float] | None = None
+) -> StackConfig:
     """Return the same stack on vLLM's own connector.
 
     Args:
         config: of our stack; what it sets for our plugins has no effect here.
         bidirectional: whether P may read what D holds after a turn.
         hold_s: how long D holds it; None is vLLM's default.
+        link: as in `_link.on_slow_link`; None for this machine's own.
     """
     extra_args = {}
     for role in ROLES:
-        transfer = json.dumps(_transfer(role, hold_s, bidirectional=bidirectional))
-        extra_args[role] = (*config.extra_args.get(role, ()), "--kv-transfer-config", transfer)
+        transfer = on_slow_link(_transfer(role, hold_s, bidirectional=bidirectional), link)
+        extra_args[role] = (*config.extra_args.get(role, ()), "--kv-transfer-config", json.dumps(transfer))
     # Only the plugin that pauses NIXL's polling thread; the one with our routes refuses transfer parameters.
     return replace(config, extra_args=extra_args, extra_env={**config.extra_env, "VLLM_PLUGINS": "bidikv"})
 
@@ -88,6 +92,8 @@ class Handles:
         self._block_size = block_size
         self._of_conversation: dict[str, Handle] = {}
         self._held: dict[str, Handle] = {}
+        self.pinned_block_s = 0.0
+        """Blocks times seconds that D held them, of the handles that were read, and of those that never will be."""
 
     def put(self, conversation: str, params: dict[str, Any] | None, *, now_s: float) -> None:
         """Keep what D's reply brought; None where it brought nothing."""
@@ -107,9 +113,25 @@ class Handles:
         """Drop the handle of a conversation that ended. D goes on holding: nobody can tell it not to."""
         self._of_conversation.pop(conversation, None)
 
-    def read(self, params: dict[str, Any]) -> None:
+    def end(self, conversation: str, *, now_s: float) -> dict[str, Any] | None:
+        """Return the handle of a conversation that ended, so that its blocks can be had back by reading them.
+
+        It counts as held for the whole time: nobody but a benchmark would read what it does not need. None where there
+        is none that a reader would still take.
+        """
+        handle = self._of_conversation.get(conversation)
+        params = self.take(conversation, now_s=now_s)
+        if handle is not None:
+            self.pinned_block_s += handle.num_blocks * self._hold_s
+        if params is not None:
+            self._held.pop(params["remote_request_id"], None)
+        return params
+
+    def read(self, params: dict[str, Any], *, now_s: float) -> None:
         """Note that P has read, and so D has let go."""
-        self._held.pop(params["remote_request_id"], None)
+        handle = self._held.pop(params["remote_request_id"], None)
+        if handle is not None:
+            self.pinned_block_s += handle.num_blocks * (now_s - handle.since_s)
 
     def num_held_blocks(self, *, now_s: float) -> int:
         """Return how many blocks D holds for handles."""
@@ -155,8 +177,7 @@ class StockProxy:
             httpx.HTTPError: an engine refused, or was not there.
         """
         params, had_handle = await self.prefill(conversation, prompt_ids)
-        reply = await self._post(self._decode, prompt_ids, num_tokens, params)
-        self.handles.put(conversation, reply.get("kv_transfer_params"), now_s=self._now_s())
+        reply = await self.decode(conversation, prompt_ids, num_tokens, params)
         return reply["choices"][0]["token_ids"], had_handle
 
     async def prefill(self, conversation: str, prompt_ids: Sequence[int]) -> tuple[dict[str, Any], bool]:
@@ -165,15 +186,56 @@ class StockProxy:
         Raises:
             httpx.HTTPError: P refused, or was not there.
         """
-        handle = self.handles.take(conversation, now_s=self._now_s())
-        asked = _NO_HANDLE if handle is None else {**handle, "do_remote_decode": True, "do_remote_prefill": False}
-        reply = await self._post(self._prefill, prompt_ids, 1, asked)
-        if handle is not None:
-            self.handles.read(handle)
+        handle = self.take(conversation)
+        reply = await self.ask_prefill(prompt_ids, handle)
         return reply["kv_transfer_params"], handle is not None
 
+    def take(self, conversation: str) -> dict[str, Any] | None:
+        """Return a conversation's handle, once; None where there is none that P would still take."""
+        return self.handles.take(conversation, now_s=self._now_s())
+
+    def end(self, conversation: str) -> dict[str, Any] | None:
+        """Return the last handle of a conversation that ended; None where there is none that P would still take."""
+        return self.handles.end(conversation, now_s=self._now_s())
+
+    async def ask_prefill(
+        self, prompt_ids: Sequence[int], handle: dict[str, Any] | None, **options: Any
+    ) -> dict[str, Any]:
+        """Have P compute a prompt, and read what D holds of it under a handle; return P's reply.
+
+        Args:
+            prompt_ids: the whole prompt.
+            handle: that `Handles` gave; None for none.
+            options: more of the request's body.
+
+        Raises:
+            httpx.HTTPError: P refused, or was not there.
+        """
+        asked = _NO_HANDLE if handle is None else {**handle, "do_remote_decode": True, "do_remote_prefill": False}
+        reply = await self._post(self._prefill, prompt_ids, 1, asked, options)
+        if handle is not None:
+            self.handles.read(handle, now_s=self._now_s())
+        return reply
+
+    async def decode(
+        self, conversation: str, prompt_ids: Sequence[int], num_tokens: int, params: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Have D generate behind what P computed, keep the handle that it brings, and return D's reply.
+
+        Raises:
+            httpx.HTTPError: D refused, or was not there.
+        """
+        reply = await self._post(self._decode, prompt_ids, num_tokens, params, {})
+        self.handles.put(conversation, reply.get("kv_transfer_params"), now_s=self._now_s())
+        return reply
+
     async def _post(
-        self, client: httpx.AsyncClient, prompt_ids: Sequence[int], num_tokens: int, params: dict[str, Any]
+        self,
+        client: httpx.AsyncClient,
+        prompt_ids: Sequence[int],
+        num_tokens: int,
+        params: dict[str, Any],
+        options: dict[str, Any],
     ) -> dict[str, Any]:
         body = {
             "model": self._model,
@@ -183,6 +245,7 @@ class StockProxy:
             "ignore_eos": True,
             "return_token_ids": True,
             "kv_transfer_params": params,
+            **options,
         }
         reply = await client.post("/v1/completions", json=body)
         answer: dict[str, Any] = reply.raise_for_status().json()

@@ -1,7 +1,9 @@
-"""Every way of serving an agent's turns, measured in one run on this machine (`make bench`).
+"""Every way of serving an agent's turns, measured in one run on this machine (`make bench`, `make bench FULL=1`).
 
-Starts all engines that the arms need, lets them take turns, writes `out/bench.json`, `out/bench.md`, plots and one HTML
-page, and judges the bars. The exit status is 1 where one is missed.
+Starts all engines that the arms need, lets them take turns, writes `bench.json`, `bench.md`, plots and one HTML page,
+after each scenario anew, and judges the bars. The exit status is 1 where one is missed.
+
+Order: `main` -> `measure_all` (engines of one setup after the other) -> `measure` (one scenario) -> `write`.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ import json
 import os
 import signal
 import sys
+import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,7 +28,12 @@ from bench._bars import checks
 from bench._engine_sets import EngineSets
 from bench._machine import versions
 from bench._plain_engine import PlainEngine
+from bench._plan import FULL_RUN, SHORT_RUN
+from bench._report import report
+from bench._setups import AGGREGATED, BLOCK_SIZE, HOLD_S, OURS, hold_s, set_of
 from bench._show import verdict
+from bench._stock import Handles, StockProxy
+from bench._stock_arm import StockCompletions, StockEngines
 from bench.faults import leave_in_order
 from bidikv_sdk import AsyncBidiKV
 from server_ext.analysis.hardware import read_model
@@ -32,91 +41,100 @@ from server_ext.benchmark.arms import ROUTES, PlainArm, SessionArm, one_engine
 from server_ext.benchmark.engines import RunningEngines, prefill_cache_of
 from server_ext.benchmark.limits import kv_bytes_per_token
 from server_ext.benchmark.page import write_page, write_plots
-from server_ext.benchmark.scenarios import LONG_AGENT, SHORT_CHAT, STOCK_ARMS
+from server_ext.benchmark.rounds import Company
 from server_ext.benchmark.suite import Model, run_scenario, to_file
-from server_ext.benchmark.table import to_markdown
-from server_ext.launch.command import ROLES, StackConfig
+from server_ext.launch.command import ROLES
 from server_ext.launch.model import SMOLLM2, ensure_smollm2
-from server_ext.launch.stack import ensure_secret, free_ports
+from server_ext.launch.tiny import TINY, ensure_tiny
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from server_ext.benchmark.arms import Arm, Complete
+    from bench._plan import Part
+    from bench._setups import Setup
+    from server_ext.benchmark.arms import Arm
     from server_ext.benchmark.rounds import ArmRound, Reference
     from server_ext.benchmark.scenarios import Scenario
     from server_ext.benchmark.summary import ScenarioResult
 
-OUT: Final = Path(__file__).resolve().parents[1] / "out"
-_KV_BYTES: Final = 768 << 20
+ROOT: Final = Path(__file__).resolve().parents[1]
+_MODELS: Final = {SMOLLM2: ensure_smollm2, TINY: ensure_tiny}
 
 console = Console(highlight=False)
 
 
+class OtherMachine(Exception):
+    """The file to merge into was measured elsewhere; the text says what differs."""
+
+
 @dataclass(frozen=True)
 class Bench:
-    """What arms are made of."""
+    """What the arms on one setup's engines are made of."""
 
     sets: EngineSets
     http: httpx.AsyncClient
     client: AsyncBidiKV
-    served_name: str
-
-    def engines(self, name: str) -> RunningEngines:
-        """Return a set's engines as arms want them."""
-        return RunningEngines(
-            self.http, self.sets.sets[name].urls, lambda: self.sets.run(name), can_reset=not name.startswith("stock")
-        )
+    model: Model
+    stock: dict[str, StockProxy]
+    _engines: dict[str, RunningEngines] = field(default_factory=dict)
 
     def arms(self, scenario: Scenario, reference: Reference) -> Mapping[str, Arm]:
         """Make a scenario's arms."""
-        return {name: self._arm(name, reference) for name in scenario.arms if _set_of(name) in self.sets.sets}
+        return {name: self._arm(name, scenario, reference) for name in scenario.arms}
 
-    def beside(self) -> Mapping[str, Complete]:
-        """Return, by arm, completions on the engine that decodes for it."""
-        return {
-            name: one_engine(self.http, self.sets.sets[_set_of(name)].urls[-1], self.served_name)
-            for name in (*ROUTES, *STOCK_ARMS)
-            if _set_of(name) in self.sets.sets
-        }
+    def company(self, scenario: Scenario) -> Company:
+        """Return who serves what a scenario asks besides."""
+        decode = {name: one_engine(self.http, self._urls(name)[-1], self.model.name) for name in scenario.arms}
+        prefill = {name: one_engine(self.http, self._urls(name)[0], self.model.name) for name in scenario.arms}
+        return Company(decode, prefill)
 
-    def _arm(self, name: str, reference: Reference) -> Arm:
-        engines = self.engines(_set_of(name))
+    def _urls(self, arm: str) -> Sequence[str]:
+        return self.sets.sets[set_of(arm)].urls
+
+    def _running(self, name: str) -> RunningEngines:
+        """Return a set's engines; the same object each time, for arms that share them."""
+        if name not in self._engines:
+            self._engines[name] = RunningEngines(
+                self.http,
+                self.sets.sets[name].urls,
+                lambda: self.sets.run(name),
+                can_reset=name not in HOLD_S,  # no engine empties its cache while it holds blocks for another
+            )
+        return self._engines[name]
+
+    def _arm(self, name: str, scenario: Scenario, reference: Reference) -> Arm:
+        engines = self._running(set_of(name))
+        # Where other sessions fill P's cache, nobody else empties it.
+        is_emptied = not scenario.num_crowd
         if name in ROUTES:
-            missing = prefill_cache_of(self.http, engines.urls[0]) if name == "fetch" else None
+            missing = prefill_cache_of(self.http, engines.urls[0]) if name == "fetch" and is_emptied else None
             return SessionArm(name, self.client, engines, missing)
-        complete = one_engine(self.http, engines.urls[-1], self.served_name)
+        if name in HOLD_S:
+            stock = StockCompletions(self.stock[name], is_emptied)
+            pinned = StockEngines(engines, self.stock[name], BLOCK_SIZE * self.model.kv_bytes_per_token)
+            return PlainArm(name, stock.complete, reference.delta_ids, pinned, stock.end)
+        complete = one_engine(self.http, engines.urls[-1], self.model.name)
         return PlainArm(name, complete, reference.delta_ids, engines)
-
-
-def _set_of(arm: str) -> str:
-    return "ours" if arm in ROUTES else arm
 
 
 def main() -> int:
     """Run the benchmark and return the exit status."""
     options = _options()
     signal.signal(signal.SIGTERM, leave_in_order)  # engines that stand still would stay so for ever
-    model = ensure_smollm2(console.print)
-    config = model / "config.json"
-    # The engines compute in float32, whatever the weights were made in.
-    kv_bytes = kv_bytes_per_token(json.loads(config.read_text("utf-8")))
-    facts = Model(SMOLLM2, read_model(config).attention_tokens, kv_bytes)
-    OUT.mkdir(exist_ok=True)
-    folder = OUT / "bench-engines"
-    folder.mkdir(exist_ok=True)
-
-    def aggregated() -> PlainEngine:
-        # A pair has a core and a cache for each engine; this one has both.
-        args = ("--kv-cache-memory-bytes", str(2 * _KV_BYTES), "--max-num-batched-tokens", "512")
-        return PlainEngine(str(model), SMOLLM2, log_file=folder / "aggregated.log", num_threads=len(ROLES), args=args)
-
-    console.print("starting the engines of all arms, one set after the other")
-    with EngineSets({"ours": _config(str(model), folder / "ours")}, folder, aggregated) as sets:
-        results = asyncio.run(_measure(sets, facts, options))
-    result = to_file(results, machine={"cores": os.cpu_count()}, versions=versions())
-    _write(result)
-    found = checks(result)
+    parts = [one for one in (FULL_RUN if options.full else SHORT_RUN) if _is_wanted(one, options.scenario)]
+    if options.rounds is not None:
+        parts = [replace(one, rounds=options.rounds) for one in parts]
+    installed = versions()
+    machine = {"cores": os.cpu_count(), "cpu": installed.pop("cpu")}
+    out = Path(options.out)
+    content = to_file([], machine=machine, versions=installed)
+    if options.merge:
+        content["scenarios"] = _scenarios_of(out / "bench.json", content)
+    started_s = time.monotonic()
+    for setup, of_setup in groupby(parts, key=lambda one: one.setup):
+        measure_all(setup, list(of_setup), content, out, options.seed)
+    console.print(f"measured for {(time.monotonic() - started_s) / 60:.1f} minutes; all is in {out}")
+    found = checks(content)
     for check in found:
         console.print(verdict(check), soft_wrap=True)
     return 0 if all(check.passed for check in found) else 1
@@ -124,60 +142,133 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    names = sorted({one.scenario.name for one in (*SHORT_RUN, *FULL_RUN)})
+    parser.add_argument("--full", action="store_true", help="all scenarios, with 6,000 tokens and 99th percentiles")
+    parser.add_argument("--scenario", action="append", choices=names, help="only this one; may be given several times")
+    parser.add_argument("--merge", action="store_true", help="keep the other scenarios of the file that is there")
+    parser.add_argument("--rounds", type=int, help="how often each arm runs (default: as planned)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--scenario", action="append")
+    parser.add_argument("--out", default=str(ROOT / "out"), help="folder of the results")
     return parser.parse_args()
 
 
-def _config(model: str, folder: Path) -> StackConfig:
-    prefill, decode = free_ports()
-    return StackConfig(
-        model=model,
-        served_name=SMOLLM2,
-        prefill=prefill,
-        decode=decode,
-        secret_file=ensure_secret(folder),
-        kv_cache_bytes=_KV_BYTES,
-        extra_env={"VLLM_SERVER_DEV_MODE": "1"},
-    )
+def _is_wanted(part: Part, names: Sequence[str] | None) -> bool:
+    return not names or part.scenario.name in names
 
 
-async def _measure(sets: EngineSets, model: Model, options: argparse.Namespace) -> list[ScenarioResult]:
+def _scenarios_of(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a file says of scenarios, if it was measured on this machine with these versions.
+
+    Raises:
+        OtherMachine: it was not.
+    """
+    if not path.exists():
+        return {}
+    found = json.loads(path.read_text("utf-8"))
+    for name in ("machine", "versions"):
+        if found[name] != content[name]:
+            msg = f"{path} has {name} {found[name]}, this is {content[name]}: run without --merge"
+            raise OtherMachine(msg)
+    scenarios: dict[str, Any] = found["scenarios"]
+    return scenarios
+
+
+def measure_all(setup: Setup, parts: Sequence[Part], content: dict[str, Any], out: Path, seed: int) -> None:
+    """Start one setup's engines, measure its scenarios, and write the results after each.
+
+    Args:
+        setup: the engines.
+        parts: the scenarios.
+        content: of `bench.json`; results are put into it.
+        out: folder of the results.
+        seed: of conversations and orders.
+    """
+    folder = ROOT / "out" / "bench-engines" / setup.name
+    folder.mkdir(parents=True, exist_ok=True)
+    path = _MODELS[setup.model](console.print)
+    config = path / "config.json"
+    # The engines compute in float32, whatever the weights were made in.
+    token_bytes = kv_bytes_per_token(json.loads(config.read_text("utf-8")))
+    model = Model(setup.model, read_model(config).attention_tokens, token_bytes)
+    wanted = {set_of(arm) for one in parts for arm in one.scenario.arms}
+
+    def aggregated() -> PlainEngine:
+        # A pair has a core for each engine; this one has both.
+        return PlainEngine(
+            str(path),
+            setup.model,
+            log_file=folder / "aggregated.log",
+            num_threads=len(ROLES),
+            args=setup.aggregated_args(token_bytes),
+        )
+
+    console.print(f"{setup.name}: starting {len(wanted)} sets of engines, one after the other")
+    configs = {name: one for name, one in setup.pair_configs(path, token_bytes, folder).items() if name in wanted}
+    with EngineSets(configs, folder, aggregated if AGGREGATED in wanted else None) as sets:
+        asyncio.run(_measure_parts(sets, model, parts, content, out, seed))
+
+
+async def _measure_parts(
+    sets: EngineSets, model: Model, parts: Sequence[Part], content: dict[str, Any], out: Path, seed: int
+) -> None:
     async with AsyncExitStack() as stack:
         limits = httpx.Limits(keepalive_expiry=1.0)  # engines close idle connections after 5 s
-        http = await stack.enter_async_context(httpx.AsyncClient(trust_env=False, timeout=600, limits=limits))
-        client = await stack.enter_async_context(
-            AsyncBidiKV(f"{sets.sets['ours'].urls[-1]}/v1", http_client=http, model=model.name)
-        )
-        bench = Bench(sets, http, client, model.name)
-        wanted = [one for one in (LONG_AGENT, SHORT_CHAT) if not options.scenario or one.name in options.scenario]
-        return [await _run(scenario, bench, model, options) for scenario in wanted]
+
+        async def client_of(url: str = "") -> httpx.AsyncClient:
+            client = httpx.AsyncClient(base_url=url, trust_env=False, timeout=600, limits=limits)
+            return await stack.enter_async_context(client)
+
+        stock = {}
+        for name in HOLD_S:
+            if name in sets.sets:
+                prefill, decode = [await client_of(url) for url in sets.sets[name].urls]
+                handles = Handles(hold_s(name), block_size=BLOCK_SIZE)
+                stock[name] = StockProxy(prefill, decode, model.name, handles)
+        http = await client_of()
+        client = AsyncBidiKV(f"{sets.sets[OURS].urls[-1]}/v1", http_client=http, model=model.name)
+        await stack.enter_async_context(client)
+        bench = Bench(sets, http, client, model, stock)
+        for part in parts:
+            result = await _measure(part, bench, seed)
+            setup = part.setup.to_json()
+            content["scenarios"][part.scenario.name] = {**result.to_json(), "engines": setup}
+            write(content, out)
+            _write_samples(result)
 
 
-async def _run(scenario: Scenario, bench: Bench, model: Model, options: argparse.Namespace) -> ScenarioResult:
+async def _measure(part: Part, bench: Bench, seed: int) -> ScenarioResult:
+    scenario = part.scenario
     return await run_scenario(
         scenario,
         lambda reference: bench.arms(scenario, reference),
-        model=model,
-        num_rounds=options.rounds,
-        seed=options.seed,
-        beside=bench.beside(),
-        on_part=lambda part: _show(scenario, part),
+        model=bench.model,
+        num_rounds=part.rounds,
+        seed=seed,
+        company=bench.company(scenario),
+        on_part=lambda one: _show(scenario, one),
     )
 
 
 def _show(scenario: Scenario, part: ArmRound) -> None:
-    later = [one.ttft_s for one in part.samples if one.turn > 1 and not one.beside]
-    times = " ".join(f"{one:.2f}" for one in later)
-    console.print(f"{scenario.name:11} round {part.round} {part.arm:20} {part.seconds:5.1f} s   TTFT {times}")
+    later = [one.ttft_s for one in part.samples if one.turn > 1 and one.is_measured and not one.beside]
+    times = " ".join(f"{one:.2f}" for one in later[:12])
+    console.print(f"{scenario.name:16} round {part.round} {part.arm:26} {part.seconds:6.1f} s   TTFT {times}")
 
 
-def _write(result: dict[str, Any]) -> None:
-    (OUT / "bench.json").write_text(json.dumps(result, indent=2) + "\n", "utf-8")
-    (OUT / "bench.md").write_text(to_markdown(result) + "\n", "utf-8")
-    write_page(result, write_plots(result, OUT / "bench-plots"), OUT / "bench.html")
-    console.print(to_markdown(result))
+def _write_samples(result: ScenarioResult) -> None:
+    """Keep every turn, for whoever wants to look behind a number; these files are not published."""
+    folder = ROOT / "out" / "bench-samples"
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(one.to_json()) for one in result.samples]
+    (folder / f"{result.scenario.name}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
+
+
+def write(content: Mapping[str, Any], out: Path) -> None:
+    """Write the results so far."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "bench.json").write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+    (out / "bench.md").write_text(report(content, checks(content)), "utf-8")
+    write_page(content, write_plots(content, out / "plots"), out / "bench.html")
 
 
 if __name__ == "__main__":

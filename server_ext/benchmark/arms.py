@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "ignore_eos": True}
 """Greedy, and as many tokens as were asked for: each arm has the same work."""
 _SHORT_PREFILLS: Final = 5
-_WARM_UP_IDS: Final = range(100, 140)
+_WARM_UP_IDS: Final = range(100, 300)
 
 
 @dataclass(slots=True)
@@ -40,6 +40,16 @@ class Said:
     """None where the server does not tell."""
     num_cached_tokens: int = 0
     """What a stock server says that it did not compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """What an arm's first turns showed."""
+
+    first_s: tuple[float, ...]
+    """[turns], seconds to the first token: engines that have just started connect to each other meanwhile."""
+    short_prefills: tuple[tuple[int, float], ...] = ()
+    """Tokens and seconds of some short prompts, of which nothing was cached; none where the arm cannot tell."""
 
 
 class Stopwatch:
@@ -80,6 +90,11 @@ class Arm(Protocol):
         """As it stands in tables and files."""
         ...
 
+    @property
+    def engines(self) -> Engines:
+        """That serve it; compared by identity."""
+        ...
+
     async def prepare(self) -> None:
         """Make its engines run and forget what they have cached."""
         ...
@@ -88,12 +103,8 @@ class Arm(Protocol):
         """Return what its engines have counted since they started (`bytes_moved`, `pinned_byte_s`)."""
         ...
 
-    async def warm_up(self) -> list[tuple[int, float]]:
-        """Let its engines do once what happens only once in their life: connect to each other, fill their own caches.
-
-        Returns:
-            Tokens and seconds of some short prefills, of which none was cached; nothing where the arm cannot tell.
-        """
+    async def warm_up(self) -> WarmUp:
+        """Let its engines do what happens once in their life: connect to each other, fill their own caches."""
         ...
 
     async def open(self, script: Script) -> Agent:
@@ -151,17 +162,19 @@ class SessionArm:
         """Return what its engines have counted since they started."""
         return await self.engines.counters()
 
-    async def warm_up(self) -> list[tuple[int, float]]:
+    async def warm_up(self) -> WarmUp:
         """Have each engine read from the other, and time some short prefills."""
+        first_s = []
         async with self.client.session(system="Answer briefly. " * 60, route="fetch", **GREEDY) as session:
             for text in ("Hello!", "And again."):
-                await session.send(text, max_completion_tokens=4)
+                cache = (await session.send(text, max_completion_tokens=4)).cache
+                first_s.append(cache.timings_s.ttft or 0.0)
         points = []
         for _ in range(_SHORT_PREFILLS if self.route == "recompute" else 0):
             async with self.client.session(route="recompute", **GREEDY) as session:
                 cache = (await session.send("Hello!", max_completion_tokens=2)).cache
                 points.append((cache.prompt_tokens, cache.timings_s.prefill or 0.0))
-        return points
+        return WarmUp(tuple(first_s), tuple(points))
 
     async def open(self, script: Script) -> Agent:
         """Begin a session."""
@@ -200,7 +213,11 @@ class _SessionAgent:
 
 
 class Complete(Protocol):
-    """One streamed completion of a stock server, as the chunks of `/v1/completions`."""
+    """One completion of a stock server, as the chunks of `/v1/completions`.
+
+    A server that answers in one piece says in a chunk of its own, as `first_token_s`, how many seconds after the call
+    it had the first token.
+    """
 
     def __call__(
         self, prompt_ids: Sequence[int], num_tokens: int, state: dict[str, Any]
@@ -216,12 +233,14 @@ class PlainArm:
     * **complete** - how a completion is had: of one engine, or of a pair with what passes between them.
     * **delta_ids** - what each turn adds to the history, as token ids: of script and turn. The reference arm recorded
       them, so that the prompts are the same, token for token.
+    * **end** - called with a conversation's state when it ends; None where nothing is left to do.
     """
 
     name: str
     complete: Complete
     delta_ids: Callable[[int, int], Sequence[int]]
     engines: Engines
+    end: Callable[[dict[str, Any]], Awaitable[None]] | None = None
 
     async def prepare(self) -> None:
         """Make its engines run and forget what they have cached."""
@@ -231,13 +250,18 @@ class PlainArm:
         """Return what its engines have counted since they started."""
         return await self.engines.counters()
 
-    async def warm_up(self) -> list[tuple[int, float]]:
-        """Complete a short prompt twice."""
+    async def warm_up(self) -> WarmUp:
+        """Complete a prompt, and then the same with more behind it: engines that read from each other connect."""
         state: dict[str, Any] = {}
+        ids = list(_WARM_UP_IDS)
+        first_s = []
         for _ in range(2):
-            async for _chunk in self.complete(_WARM_UP_IDS, 4, state):
-                pass
-        return []
+            said = await _complete(self, ids, 4, state)
+            first_s.append(said.ttft_s)
+            ids += [*said.token_ids, *_WARM_UP_IDS]
+        if self.end is not None:
+            await self.end(state)
+        return WarmUp(tuple(first_s))
 
     async def open(self, script: Script) -> Agent:
         """Begin a conversation."""
@@ -258,23 +282,31 @@ class _PlainAgent:
             del self.histories[ask.rewind_to :]
         history = self.histories[-1] if self.histories else []
         self.num_asked += 1
-        watch = Stopwatch()
-        said = watch.said
-        said.prompt_ids = [*history, *self.arm.delta_ids(self.number, self.num_asked)]
-        async for chunk in self.arm.complete(said.prompt_ids, ask.output_tokens, self.state):
-            for choice in chunk["choices"]:
-                ids = choice.get("token_ids") or []
-                said.token_ids += ids
-                if ids:
-                    watch.piece()
-            usage = chunk.get("usage") or {}
-            details = usage.get("prompt_tokens_details") or {}
-            said.num_cached_tokens = details.get("cached_tokens") or said.num_cached_tokens
-        self.histories.append([*said.prompt_ids, *said.token_ids])
+        prompt_ids = [*history, *self.arm.delta_ids(self.number, self.num_asked)]
+        said = await _complete(self.arm, prompt_ids, ask.output_tokens, self.state)
+        self.histories.append([*prompt_ids, *said.token_ids])
         return said
 
     async def close(self) -> None:
         self.histories.clear()
+        if self.arm.end is not None:
+            await self.arm.end(self.state)
+
+
+async def _complete(arm: PlainArm, prompt_ids: list[int], num_tokens: int, state: dict[str, Any]) -> Said:
+    watch = Stopwatch()
+    said = watch.said
+    said.prompt_ids = list(prompt_ids)
+    async for chunk in arm.complete(prompt_ids, num_tokens, state):
+        for choice in chunk["choices"]:
+            ids = choice.get("token_ids") or []
+            said.token_ids += ids
+            if ids:
+                watch.piece()
+        details = (chunk.get("usage") or {}).get("prompt_tokens_details") or {}
+        said.num_cached_tokens = details.get("cached_tokens") or said.num_cached_tokens
+        said.ttft_s = chunk.get("first_token_s", said.ttft_s)
+    return said
 
 
 async def stream_completion(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:

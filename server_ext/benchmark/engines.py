@@ -56,9 +56,10 @@ class RunningEngines:
                 await empty_cache(self.http, url)
 
     async def counters(self) -> dict[str, float]:
-        """Return what they have counted since they started, summed over the engines."""
-        texts = [(await self.http.get(f"{url}/metrics")).text for url in self.urls]
-        return {name: sum(_value(text, metric) for text in texts) for name, metric in _COUNTERS.items()}
+        """Return what they have counted since they started, summed over the engines; what none counts is left out."""
+        text = "\n".join([(await self.http.get(f"{url}/metrics")).text for url in self.urls])
+        found = {name: _values(text, metric) for name, metric in _COUNTERS.items()}
+        return {name: sum(values) for name, values in found.items() if values}
 
 
 def prefill_cache_of(http: httpx.AsyncClient, url: str) -> Callable[[], Awaitable[None]]:
@@ -89,6 +90,5 @@ async def empty_cache(http: httpx.AsyncClient, url: str) -> None:
     raise CannotReset(msg)
 
 
-def _value(text: str, metric: str) -> float:
-    values = re.findall(rf"^{re.escape(metric)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-    return sum(map(float, values))
+def _values(text: str, metric: str) -> list[float]:
+    return [float(value) for value in re.findall(rf"^{re.escape(metric)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)]

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from statistics import linear_regression, median
 from typing import TYPE_CHECKING, Any
 
+from server_ext.core.cost import floor_s
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
@@ -135,20 +137,33 @@ class MeasuredRates:
             kv_bytes_per_token=kv_bytes_per_token,
         )
 
+    def prefill_s(self, num_tokens: int, *, num_cached: int = 0) -> float:
+        """Return how long computing `num_tokens` takes behind `num_cached` that are there already."""
+        return self.prefill.compute_s(num_tokens, num_cached)
+
+    def fetch_s(self, num_bytes: int, *, pair: str = "") -> float:
+        """Return how long reading so many bytes takes; there is one pair."""
+        del pair
+        return self.fetch_fixed_s + num_bytes / self.fetch_bytes_per_s
+
+    def handover_s(self, num_bytes: int, *, pair: str = "") -> float:
+        """Return how long D's read of so many bytes takes, and its first step."""
+        return self.fetch_s(num_bytes, pair=pair) + self.decode_step_s
+
     def floor_s(self, sample: Sample) -> float:
         """Return the least that a turn can take which computes, fetches and hands over what this one did.
 
-        Its delta computed, its bytes moved from D to P and from P to D, one decode step, and what each of those costs
-        however small it is. Nothing for rendering, HTTP, control calls or waiting.
+        See `core.cost.floor_s`. A turn that D appended by itself has nothing but its computation and one step.
         """
         num_before = sample.prompt_tokens - sample.computed_tokens
-        num_bytes = (sample.fetched_tokens + sample.computed_tokens) * self.kv_bytes_per_token
-        fixed_s = self.fetch_fixed_s * (2 if sample.fetched_tokens else 1)
-        return (
-            self.prefill.compute_s(sample.computed_tokens, num_before)
-            + fixed_s
-            + num_bytes / self.fetch_bytes_per_s
-            + self.decode_step_s
+        if sample.outcome == "local":
+            return self.prefill_s(sample.computed_tokens, num_cached=num_before) + self.decode_step_s
+        return floor_s(
+            self,
+            computed_tokens=sample.computed_tokens,
+            cached_tokens=num_before,
+            fetched_bytes=sample.fetched_tokens * self.kv_bytes_per_token,
+            handover_bytes=sample.computed_tokens * self.kv_bytes_per_token,
         )
 
     def ceiling(self, sample: Sample) -> float:

@@ -19,11 +19,23 @@ from server_ext.benchmark.scenarios import find_delta_ids
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-    from server_ext.benchmark.arms import Arm, Complete, Said
-    from server_ext.benchmark.scenarios import Scenario, Script
+    from server_ext.benchmark.arms import Agent, Arm, Complete, Said
+    from server_ext.benchmark.scenarios import Ask, Scenario, Script
 
 _BESIDE_TOKENS: Final = 256
 """Of each answer that is generated beside the agents."""
+
+
+@dataclass(frozen=True, slots=True)
+class Company:
+    """What else the engines of the arms are asked, by arm.
+
+    * **beside** - completions on the engine that decodes for it, for the requests beside the agents.
+    * **crowd** - completions on the engine that prefills for it, for other sessions' prompts between the turns.
+    """
+
+    beside: Mapping[str, Complete] = field(default_factory=dict)
+    crowd: Mapping[str, Complete] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -36,7 +48,7 @@ class ArmRound:
     beside_gaps_s: list[float] = field(default_factory=list)
     """Seconds between tokens of the requests beside the agents, while agents were asking."""
     seconds: float = 0.0
-    """From the first request to the last answer."""
+    """From the first request to the last answer; without the ends of conversations where agents run one by one."""
     counters: dict[str, float] = field(default_factory=dict)
     """What the engines counted meanwhile: see `Arm.counters`."""
     errors: list[str] = field(default_factory=list)
@@ -91,7 +103,7 @@ async def run_rounds(
     reference: Reference,
     num_rounds: int,
     seed: int,
-    beside: Mapping[str, Complete],
+    company: Company,
     is_over: Callable[[], bool] = lambda: False,
 ) -> AsyncIterator[ArmRound]:
     """Run a scenario and yield each arm's part of each round when it is complete.
@@ -102,7 +114,7 @@ async def run_rounds(
         reference: filled here.
         num_rounds: how often each arm runs.
         seed: of the conversations and of the arms' order.
-        beside: by arm: completions on the engine that decodes for it, for the requests beside the agents.
+        company: who serves what the scenario asks besides.
         is_over: asked before each arm's part from the second round on; ends early, after whole parts.
     """
     names = list(arms)
@@ -114,7 +126,7 @@ async def run_rounds(
         if round_number and is_over():
             return
         for name in order:
-            part = await _ArmRun(scenario, arms[name], round_number, beside.get(name)).run(scripts)
+            part = await _ArmRun(scenario, arms[name], round_number, company).run(scripts)
             if name == names[0]:
                 reference.record(part, scripts)
             yield part
@@ -123,13 +135,15 @@ async def run_rounds(
 class _ArmRun:
     """One arm's part of one round."""
 
-    def __init__(self, scenario: Scenario, arm: Arm, round_number: int, beside: Complete | None) -> None:
+    def __init__(self, scenario: Scenario, arm: Arm, round_number: int, company: Company) -> None:
         self._scenario = scenario
         self._arm = arm
-        self._beside = beside
+        self._beside = company.beside.get(arm.name)
+        self._crowd = company.crowd.get(arm.name)
         self._slots = contextlib.nullcontext() if scenario.at_once is None else asyncio.Semaphore(scenario.at_once)
         self._part = ArmRound(arm.name, round_number)
         self._num_asking = 0
+        self._closing_s = 0.0
 
     async def run(self, scripts: Sequence[Script]) -> ArmRound:
         await self._arm.prepare()
@@ -138,7 +152,7 @@ class _ArmRun:
         async with asyncio.TaskGroup() as group:
             for script in scripts:
                 group.create_task(self._run(script))
-        self._part.seconds = time.perf_counter() - started_s
+        self._part.seconds = time.perf_counter() - started_s - self._closing_s
         after = await self._arm.counters()
         self._part.counters = {name: after[name] - before.get(name, 0.0) for name in after}
         return self._part
@@ -146,19 +160,45 @@ class _ArmRun:
     async def _run(self, script: Script) -> None:
         if self._scenario.at_once is None:
             await asyncio.sleep(script.start_s)
-        half = (len(script.asks) + 1) // 2 if self._scenario.num_beside else len(script.asks)
         async with self._slots, contextlib.AsyncExitStack() as stack:
             agent = await self._arm.open(script)
-            stack.push_async_callback(agent.close)
+            stack.push_async_callback(self._close, agent)
+            beside = await stack.enter_async_context(contextlib.AsyncExitStack())
+            is_beside = False
             for turn, ask in enumerate(script.asks, start=1):
-                if turn == half + 1 and self._beside is not None:
-                    await stack.enter_async_context(self._others())
+                if is_beside != (turn in self._scenario.turns_beside):
+                    is_beside = not is_beside
+                    await beside.aclose()
+                    if is_beside and self._beside is not None:
+                        await beside.enter_async_context(self._others())
                 if turn > 1 and ask.gap_s:
                     await asyncio.sleep(ask.gap_s)
+                await self._compute_crowd(ask)
                 self._num_asking += 1
                 said = await agent.run(ask)
                 self._num_asking -= 1
-                self._part.samples.append(self._sample(script.number, turn, said, beside=turn > half))
+                self._part.samples.append(self._sample(script.number, turn, said, ask, beside=is_beside))
+
+    async def _close(self, agent: Agent) -> None:
+        """End a conversation. A benchmark may do more then than an agent would, so the arm's time stands still."""
+        started_s = time.perf_counter()
+        await agent.close()
+        if self._scenario.at_once == 1:
+            self._closing_s += time.perf_counter() - started_s
+
+    async def _compute_crowd(self, ask: Ask) -> None:
+        """Have the prompts of other sessions computed, one after the other, as they come while this agent's tool runs.
+
+        One token of each is asked for: what follows is another decode engine's business.
+        """
+        if not ask.crowd:
+            return
+        if self._crowd is None:
+            msg = f"{self._arm.name} has no engine for the prompts of other sessions"
+            raise ValueError(msg)
+        for prompt in ask.crowd:
+            async for _chunk in self._crowd(prompt, 1, {}):
+                pass
 
     @contextlib.asynccontextmanager
     async def _others(self) -> AsyncIterator[None]:
@@ -192,7 +232,7 @@ class _ArmRun:
                             self._part.beside_gaps_s.append(now_s - last_s)
                         last_s = now_s
 
-    def _sample(self, script: int, turn: int, said: Said, *, beside: bool) -> Sample:
+    def _sample(self, script: int, turn: int, said: Said, ask: Ask, *, beside: bool) -> Sample:
         cache = said.cache
         known: dict[str, Any] = {"reused_tokens": said.num_cached_tokens}
         if cache is not None:
@@ -214,6 +254,7 @@ class _ArmRun:
             session=script,
             turn=turn,
             beside=beside,
+            is_measured=ask.is_measured,
             ttft_s=said.ttft_s,
             gaps_s=tuple(said.gaps_s),
             prompt_tokens=len(said.prompt_ids),

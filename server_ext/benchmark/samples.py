@@ -30,6 +30,8 @@ class Sample:
     """Turns count from 1."""
     beside: bool
     """Whether other requests were decoding on the same engines."""
+    is_measured: bool = True
+    """False where the turn was only there to make the history longer."""
     ttft_s: float
     """Seconds from sending the request to the first piece of text, at the client."""
     gaps_s: tuple[float, ...] = field(repr=False)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from server_ext.traffic import PlannedSession, PlannedTurn, prompts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Container, Iterable, Sequence
 
 # Common enough to be one token each in most vocabularies.
 _WORDS: Final = tuple(
@@ -26,6 +26,8 @@ _WORDS: Final = tuple(
     )
     for word in line.split()
 )
+# Ordinary tokens of every vocabulary that is not tiny.
+_CROWD_IDS: Final = range(1_000, 30_000)
 _SYSTEM_SHARE: Final = 0.5
 """Of a first prompt, what is the system's; the rest is the user's."""
 
@@ -41,6 +43,10 @@ class Ask:
     """Seconds between the end of the turn before and this one."""
     rewind_to: int | None
     """Number of turns that stay before this one; None for all, which is an agent that only appends."""
+    is_measured: bool = True
+    """False for a turn that only makes the history longer: it is sent, and left out of the figures of later turns."""
+    crowd: tuple[tuple[int, ...], ...] = ()
+    """Prompts of other sessions, as token ids, that the prefill engine computes before this turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +66,12 @@ class Scenario:
     - `plan`: sessions of one round, from a seed of that round.
     - `arms`: names of the arms that run it; the first one is what the others are compared with.
     - `at_once`: how many agents run at the same time; None for all that have started (open loop).
-    - `num_beside`: other requests that decode on the same engines during the second half of each agent's turns, for
-      which agents must run one by one.
+    - `turns_beside`: numbers of those turns of each agent during which other requests decode on the same engines.
+    - `num_beside`: how many such requests; agents must run one by one then.
     - `points`: history lengths, in tokens, at which later turns are reported apart.
+    - `max_delta`: a later turn that adds more words than this only makes the history longer; None measures all.
+    - `num_crowd`: other sessions whose prompts the prefill engine computes before each later turn.
+    - `crowd_tokens`: of each such prompt.
 
     Raises:
         ValueError: requests beside several agents.
@@ -73,8 +82,12 @@ class Scenario:
     plan: Callable[[int], Iterable[PlannedSession]]
     arms: tuple[str, ...]
     at_once: int | None = 1
+    turns_beside: Container[int] = ()
     num_beside: int = 0
     points: tuple[int, ...] = ()
+    max_delta: int | None = None
+    num_crowd: int = 0
+    crowd_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.num_beside and self.at_once != 1:
@@ -85,7 +98,25 @@ class Scenario:
         """Return one round's conversations, with text."""
         # The same in every process: Python's own hash of a string is not.
         draw = random.Random(f"{self.name}/{seed}/{round_number}")  # noqa: S311 (made-up text)
-        return [_script(number, session, draw) for number, session in enumerate(self.plan(draw.randrange(1 << 31)))]
+        sessions = self.plan(draw.randrange(1 << 31))
+        return [self._script(number, session, draw) for number, session in enumerate(sessions)]
+
+    def _script(self, number: int, session: PlannedSession, draw: random.Random) -> Script:
+        first = session.turns[0].delta_tokens
+        num_system = int(first * _SYSTEM_SHARE)
+        asks: list[Ask] = []
+        contexts: list[int] = []
+        for turn, (prompt, kept) in zip(session.turns, prompts(session), strict=True):
+            # What was edited begins anew behind the last turn that stays whole.
+            stays = len(contexts) if turn.kept_tokens is None else bisect.bisect_right(contexts, kept)
+            rewind_to = None if stays == len(contexts) else stays
+            before = contexts[stays - 1] if stays else num_system
+            delta = _words(prompt - before, draw)
+            is_measured = not asks or self.max_delta is None or prompt - before <= self.max_delta
+            crowd = tuple(_ids(self.crowd_tokens, draw) for _ in range(self.num_crowd if asks else 0))
+            asks.append(Ask(delta, turn.output_tokens, turn.gap_s, rewind_to, is_measured, crowd))
+            contexts = [*contexts[:stays], prompt + turn.output_tokens]
+        return Script(number, session.start_s, _words(num_system, draw), tuple(asks))
 
 
 def growing(
@@ -116,23 +147,45 @@ def growing(
     return plan
 
 
-def _script(number: int, session: PlannedSession, draw: random.Random) -> Script:
-    first = session.turns[0].delta_tokens
-    num_system = int(first * _SYSTEM_SHARE)
-    asks: list[Ask] = []
-    contexts: list[int] = []
-    for turn, (prompt, kept) in zip(session.turns, prompts(session), strict=True):
-        # What was edited begins anew behind the last turn that stays whole.
-        stays = len(contexts) if turn.kept_tokens is None else bisect.bisect_right(contexts, kept)
-        rewind_to = None if stays == len(contexts) else stays
-        before = contexts[stays - 1] if stays else num_system
-        asks.append(Ask(_words(prompt - before, draw), turn.output_tokens, turn.gap_s, rewind_to))
-        contexts = [*contexts[:stays], prompt + turn.output_tokens]
-    return Script(number, session.start_s, _words(num_system, draw), tuple(asks))
+def stepping(
+    points: Sequence[int], *, turns_at_each: Sequence[int], delta_tokens: tuple[int, int], output_tokens: int
+) -> Callable[[int], list[PlannedSession]]:
+    """Plan one agent whose history is brought to one length after the other, with some short turns at each.
+
+    Computing a long first prompt once for each length would take most of a benchmark's time.
+
+    Args:
+        points: [lengths], in tokens, of the prompt that comes to each; the first one is the first prompt.
+        turns_at_each: [lengths], how many short turns follow there.
+        delta_tokens: least and most that a short turn adds.
+        output_tokens: of each answer.
+
+    Raises:
+        ValueError: the history has outgrown a point before it comes to it.
+    """
+
+    def plan(seed: int) -> list[PlannedSession]:
+        draw = random.Random(seed)  # noqa: S311 (made-up load)
+        turns: list[PlannedTurn] = []
+        context = 0
+        for point, num_short in zip(points, turns_at_each, strict=True):
+            if point <= context:
+                msg = f"the history has {context} tokens before it shall come to {point}; ask for fewer turns"
+                raise ValueError(msg)
+            deltas = [point - context, *(draw.randint(*delta_tokens) for _ in range(num_short))]
+            turns += [PlannedTurn(0.0, bool(turns) or at > 0, delta, output_tokens) for at, delta in enumerate(deltas)]
+            context += sum(deltas) + len(deltas) * output_tokens
+        return [PlannedSession(0.0, tuple(turns))]
+
+    return plan
 
 
 def _words(num: int, draw: random.Random) -> str:
     return " ".join(draw.choices(_WORDS, k=max(num, 1)))
+
+
+def _ids(num: int, draw: random.Random) -> tuple[int, ...]:
+    return tuple(draw.choices(_CROWD_IDS, k=num))
 
 
 def find_delta_ids(prompt: Sequence[int], history: Sequence[int]) -> list[int]:
@@ -149,27 +202,3 @@ def find_delta_ids(prompt: Sequence[int], history: Sequence[int]) -> list[int]:
         msg = "a turn does not continue the one before it, token for token; use a model whose template only appends"
         raise ValueError(msg)
     return list(prompt[len(history) :])
-
-
-OWN_ARMS: Final = ("no_reuse", "prefill_cache", "local", "fetch", "auto")
-"""The ways that one running pair of engines offers; the first is what all are compared with."""
-STOCK_ARMS: Final = ("stock_bidirectional", "aggregated")
-"""Those that need engines of their own."""
-
-LONG_AGENT: Final = Scenario(
-    name="long_agent",
-    what="One agent at a time with a long history, 64 to 128 new tokens a turn, 32 generated; the second half of its "
-    "turns beside two requests that decode all the time.",
-    plan=growing((2_000, 3_000), num_turns=7, delta_tokens=(64, 128), output_tokens=32),
-    arms=(*OWN_ARMS, *STOCK_ARMS),
-    num_beside=2,
-    points=(2_000, 3_000),
-)
-SHORT_CHAT: Final = Scenario(
-    name="short_chat",
-    what="One chat at a time: a first prompt of 150 tokens, 30 to 60 new tokens a turn, 32 generated; the second half "
-    "of its turns beside two requests that decode all the time.",
-    plan=growing((150, 150, 150), num_turns=5, delta_tokens=(30, 60), output_tokens=32),
-    arms=(*OWN_ARMS, *STOCK_ARMS),
-    num_beside=2,
-)

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from server_ext.benchmark.limits import MeasuredRates
-from server_ext.benchmark.rounds import Reference, run_rounds
+from server_ext.benchmark.rounds import Company, Reference, run_rounds
 from server_ext.benchmark.summary import ScenarioResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from server_ext.benchmark.arms import Arm, Complete
+    from server_ext.benchmark.arms import Arm, Engines
     from server_ext.benchmark.rounds import ArmRound
     from server_ext.benchmark.scenarios import Scenario
 
@@ -38,8 +38,8 @@ async def run_scenario(
     model: Model,
     num_rounds: int,
     seed: int,
-    beside: Mapping[str, Complete],
     on_part: Callable[[ArmRound], None],
+    company: Company | None = None,
     max_seconds: float | None = None,
 ) -> ScenarioResult:
     """Run a scenario.
@@ -50,24 +50,35 @@ async def run_scenario(
         model: of the engines.
         num_rounds: how often each arm runs.
         seed: of conversations and orders.
-        beside: by arm, see `run_rounds`.
         on_part: called after each arm's part of each round.
+        company: see `run_rounds`; None where the scenario asks nothing besides.
         max_seconds: no other round begins once so much time is over; None for no limit.
     """
     reference = Reference()
     arms = make_arms(reference)
-    short_prefills = []
-    for arm in arms.values():
-        await arm.prepare()
-        short_prefills += await arm.warm_up()
-    found = ScenarioResult(scenario, reference)
     started_s = time.perf_counter()
+    found = ScenarioResult(scenario, reference, model=model.name)
+    short_prefills: list[tuple[int, float]] = []
+    warm: list[Engines] = []
+    for arm in arms.values():
+        if all(arm.engines is not one for one in warm):  # arms that share engines need them warm once
+            await arm.prepare()
+            warm_up = await arm.warm_up()
+            short_prefills += warm_up.short_prefills
+            found.first_s[arm.name] = warm_up.first_s
+            warm.append(arm.engines)
 
     def is_over() -> bool:
         return max_seconds is not None and time.perf_counter() - started_s > max_seconds
 
     async for part in run_rounds(
-        scenario, arms, reference=reference, num_rounds=num_rounds, seed=seed, beside=beside, is_over=is_over
+        scenario,
+        arms,
+        reference=reference,
+        num_rounds=num_rounds,
+        seed=seed,
+        company=company or Company(),
+        is_over=is_over,
     ):
         found.add(part)
         on_part(part)
@@ -78,6 +89,7 @@ async def run_scenario(
             attention_tokens=model.attention_tokens,
             kv_bytes_per_token=model.kv_bytes_per_token,
         )
+    found.seconds = time.perf_counter() - started_s
     return found
 
 

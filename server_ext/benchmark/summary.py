@@ -39,12 +39,13 @@ class ArmResult:
         return [sample for part in self.parts for sample in part.samples]
 
     def later(self, *, beside: bool | None = None) -> list[Sample]:
-        """Return the turns from the second on; with `beside`, only those with, or without, other requests."""
-        return [one for one in self.samples if one.turn > 1 and beside in (None, one.beside)]
+        """Return the measured turns from the second on; with `beside`, those with, or without, other requests."""
+        return [one for one in self.samples if one.turn > 1 and one.is_measured and beside in (None, one.beside)]
 
-    def total(self, counter: str) -> float:
-        """Return what the engines counted during this arm's rounds."""
-        return sum(part.counters.get(counter, 0.0) for part in self.parts)
+    def total(self, counter: str) -> float | None:
+        """Return what the engines counted during this arm's rounds; None where they do not count it."""
+        found = [part.counters[counter] for part in self.parts if counter in part.counters]
+        return sum(found) if found else None
 
 
 @dataclass
@@ -56,6 +57,12 @@ class ScenarioResult:
     arms: dict[str, ArmResult] = field(default_factory=dict)
     rates: MeasuredRates | None = None
     """Of the same run; None where nothing was fetched."""
+    model: str = ""
+    """Served name."""
+    first_s: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """By arm, one for each set of engines: time to the first token of the turns that came before all others."""
+    seconds: float = 0.0
+    """That the scenario took, warm-up included."""
 
     def add(self, part: ArmRound) -> None:
         """Take one arm's part of one round."""
@@ -77,11 +84,13 @@ class ScenarioResult:
         """Return an arm's numbers: times in seconds; an interval holds its number with 95 % confidence."""
         alone, later = arm.later(beside=False), arm.later()
         seconds = sum(part.seconds for part in arm.parts)
-        avoided = sum(one.reused_tokens + one.fetched_tokens for one in later)
-        overheads = [one.overhead_s for one in alone if one.overhead_s is not None]
+        # All turns: bytes stay pinned between those that are not measured as well.
+        avoided = sum(one.reused_tokens + one.fetched_tokens for one in arm.samples if one.turn > 1)
+        pinned = arm.total("pinned_byte_s")
         return {
             "rounds": len(arm.parts),
             "turns": len(arm.samples),
+            "turns_measured": len(alone),
             "tokens_wrong": arm.num_wrong,
             "errors": [error for part in arm.parts for error in part.errors],
             "outcomes": _shares(one.outcome for one in later if one.outcome),
@@ -95,8 +104,9 @@ class ScenarioResult:
             "turns_per_s": len(arm.samples) / seconds if seconds else None,
             "bytes_moved": arm.total("bytes_moved"),
             "num_preemptions": arm.total("num_preemptions"),
-            "pinned_byte_s_per_avoided_token": arm.total("pinned_byte_s") / avoided if avoided else None,
-            "session_overhead_p50_s": median(overheads) if overheads else None,
+            "pinned_byte_s_per_avoided_token": pinned / avoided if avoided and pinned is not None else None,
+            "session_overhead_p50_s": _overhead(alone),
+            "session_overhead_beside_p50_s": _overhead(arm.later(beside=True)),
             "floor_ratio_p50": _floor_ratio(alone, self.rates),
         }
 
@@ -104,6 +114,9 @@ class ScenarioResult:
         """Return the scenario's part of the file."""
         return {
             "what": self.scenario.what,
+            "model": self.model,
+            "seconds": round(self.seconds, 1),
+            "warm_up_ttft_s": {name: list(times) for name, times in self.first_s.items()},
             "rates": None if self.rates is None else self.rates.to_json(),
             "arms": {name: self.figures(arm) for name, arm in self.arms.items()},
         }
@@ -142,9 +155,16 @@ def _quantiles(values: list[float]) -> dict[str, Any]:
 
 
 def _floor_ratio(samples: list[Sample], rates: MeasuredRates | None) -> float | None:
-    if rates is None or not samples:
+    known = [one for one in samples if one.outcome]  # a stock server does not say what it moved
+    if rates is None or not known:
         return None
-    return median(one.ttft_s / rates.floor_s(one) for one in samples)
+    return median(one.ttft_s / rates.floor_s(one) for one in known)
+
+
+def _overhead(samples: list[Sample]) -> float | None:
+    """Return the median of what the session layer took; None where the server does not say."""
+    found = [one.overhead_s for one in samples if one.overhead_s is not None]
+    return median(found) if found else None
 
 
 def _shares(words: Iterable[str]) -> dict[str, float]:

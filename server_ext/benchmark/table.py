@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 _HEAD = (
     "arm",
+    "turns",
     "TTFT p50",
     "p95",
     "p99",
@@ -20,6 +21,8 @@ _HEAD = (
     "MB moved / turn",
     "pinned MB·s / token saved",
     "of the floor",
+    "session layer p50",
+    "beside others",
     "tokens wrong",
 )
 
@@ -33,7 +36,7 @@ def to_markdown(result: Mapping[str, Any]) -> str:
     parts = []
     for name, scenario in result["scenarios"].items():
         arms: dict[str, Any] = scenario["arms"]
-        parts += [f"### {name}", "", scenario["what"], ""]
+        parts += [f"### {name}", "", scenario["what"], "", _notes(scenario), ""]
         parts += _table(_HEAD, (_row(arm, figures) for arm, figures in arms.items()))
         points = list(next(iter(arms.values()))["points"])
         if points:
@@ -44,20 +47,39 @@ def to_markdown(result: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
+def _notes(scenario: Mapping[str, Any]) -> str:
+    """Return what the table has no column for."""
+    notes = [f"Model {scenario['model']}, {scenario['seconds'] / 60:.1f} minutes."]
+    rates = scenario["rates"]
+    if rates is not None:
+        fixed_ms, token_ms = rates["prefill_fixed_s"] * 1e3, rates["prefill_token_s"] * 1e3
+        read_ms, mb_per_s = rates["fetch_fixed_s"] * 1e3, rates["fetch_bytes_per_s"] / 1e6
+        notes.append(
+            f"Rates of this run: prefill {fixed_ms:.0f} ms + {token_ms:.2f} ms a token of a short prompt, reads "
+            f"{read_ms:.1f} ms + {mb_per_s:.0f} MB/s, {rates['decode_step_s'] * 1e3:.1f} ms a decode step."
+        )
+    for arm, times in scenario["warm_up_ttft_s"].items():
+        told = " and ".join(f"{one:.2f} s" for one in times)
+        notes.append(f"The first turns of all on the engines of `{arm}`, left out below, took {told}.")
+    return " ".join(notes)
+
+
 def _row(arm: str, figures: Mapping[str, Any]) -> list[str]:
     ttft, beside = figures["ttft_s"], figures["itl_beside_s"]
     turns = figures["turns"] or 1
     pinned = figures["pinned_byte_s_per_avoided_token"]
     return [
         f"`{arm}`",
+        str(ttft["count"]),
         *(_time(ttft.get(name)) for name in ("p50", "p95", "p99")),
         _ratio(figures["speedup"]),
         _time(figures["ttft_first_turn_s"].get("p50")),
         *(_time(beside.get(name)) for name in ("p50", "p95")),
         f"{figures['turns_per_s']:.2f}" if figures["turns_per_s"] else "",
-        f"{figures['bytes_moved'] / 1e6 / turns:.1f}",
+        f"{figures['bytes_moved'] / 1e6 / turns:.1f}" if figures["bytes_moved"] is not None else "",
         f"{pinned / 1e6:.2f}" if pinned is not None else "",
         f"{figures['floor_ratio_p50']:.2f}x" if figures["floor_ratio_p50"] else "",
+        *(_ms(figures[name]) for name in ("session_overhead_p50_s", "session_overhead_beside_p50_s")),
         str(figures["tokens_wrong"]),
     ]
 
@@ -74,6 +96,10 @@ def _table(head: Iterable[str], rows: Iterable[list[str]]) -> list[str]:
     head = list(head)
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds * 1e3:.1f} ms"
 
 
 def _time(estimate: Mapping[str, float] | None) -> str:

@@ -233,9 +233,7 @@ async def _measure(engines: Engines, scenario: Scenario, model: Model, rounds: i
                     arms[name] = PlainArm(name, complete, reference.delta_ids, RunningEngines(http, (url,)))
             return arms
 
-        return await run_scenario(
-            scenario, make_arms, model=model, num_rounds=rounds, seed=seed, beside={}, on_part=_show
-        )
+        return await run_scenario(scenario, make_arms, model=model, num_rounds=rounds, seed=seed, on_part=_show)
 
 
 def _show(part: ArmRound) -> None:

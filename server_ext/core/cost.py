@@ -13,7 +13,7 @@ their types.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
 from bidikv_sdk.wire import ChosenBy
 
@@ -149,14 +149,35 @@ def _found_s(num_found: int, way: Way, situation: Situation, rates: "LearnedRate
     return compute_s + rates.fetch_s(round((num_before - num_found) * token_bytes), pair=situation.pair)
 
 
+class FloorRates(Protocol):
+    """What the floor of a turn is made of; all in seconds."""
+
+    @property
+    def decode_step_s(self) -> float:
+        """Of one step that generates."""
+        ...
+
+    def prefill_s(self, num_tokens: int, *, num_cached: int = 0) -> float:
+        """Return how long computing `num_tokens` takes behind `num_cached` that are there already."""
+        ...
+
+    def fetch_s(self, num_bytes: int, *, pair: str = "") -> float:
+        """Return how long P takes to read so many bytes from D."""
+        ...
+
+    def handover_s(self, num_bytes: int, *, pair: str = "") -> float:
+        """Return how long it takes from P's answer to the first token, of which D reads so many bytes from P."""
+        ...
+
+
 def floor_s(
-    rates: "LearnedRates",
+    rates: FloorRates,
     *,
     computed_tokens: int,
     cached_tokens: int,
     fetched_bytes: int,
     handover_bytes: int,
-    pair: str,
+    pair: str = "",
 ) -> float:
     """Return what a turn that goes over P takes at the least, in seconds, by measured rates.
 

@@ -75,9 +75,31 @@ def test_d_holds_until_p_has_read_or_time_is_over():
     handles.forget("b")
     taken = handles.take("a", now_s=5.0)
     assert handles.num_held_blocks(now_s=5.0) == 4 + 1
-    handles.read(taken)
+    handles.read(taken, now_s=6.0)
     assert handles.num_held_blocks(now_s=19.9) == 1
     assert handles.num_held_blocks(now_s=20.0) == 0
+
+
+def test_what_d_has_held_is_counted():
+    """Until it was read; and for the whole time where the conversation ended, though the benchmark reads it then."""
+    handles = Handles(480.0, block_size=32)
+    handles.put("a", handle(1, num_tokens=64), now_s=0.0)
+    handles.read(handles.take("a", now_s=3.0), now_s=4.0)
+    assert handles.pinned_block_s == 2 * 4.0
+    handles.put("a", handle(2, num_tokens=96), now_s=10.0)
+    assert handles.end("a", now_s=10.0) == handle(2, num_tokens=96)
+    assert handles.pinned_block_s == 2 * 4.0 + 3 * 480.0
+    assert handles.end("a", now_s=11.0) is None
+    assert handles.num_held_blocks(now_s=11.0) == 0
+
+
+def test_a_conversation_that_ended_long_ago_is_not_read():
+    """P would decline it, and its request would hang; D lets go by itself, after as long as counts."""
+    handles = Handles(15.0, block_size=32)
+    handles.put("a", handle(1, num_tokens=32), now_s=0.0)
+    assert handles.end("a", now_s=9.0) is None
+    assert handles.pinned_block_s == 15.0
+    assert handles.num_held_blocks(now_s=14.9) == 1
 
 
 def test_an_engine_that_holds_nothing_has_no_handles():

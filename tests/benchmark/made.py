@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from bidikv_sdk import CacheReport
 from bidikv_sdk.wire import Timings
-from server_ext.benchmark.arms import Said
+from server_ext.benchmark.arms import Said, WarmUp
 from server_ext.benchmark.samples import Sample
 
 if TYPE_CHECKING:
@@ -86,6 +86,7 @@ class MadeArm:
     shift: int = 0
     tells: bool = True
     counted: float = 0.0
+    engines: object = None
 
     async def prepare(self) -> None:
         """Note it."""
@@ -95,6 +96,11 @@ class MadeArm:
         """Count by tens."""
         self.counted += 10.0
         return {"bytes_moved": self.counted}
+
+    async def warm_up(self) -> WarmUp:
+        """Note it, and tell of two short prefills."""
+        self.log.append(("warm_up", self.name, -1))
+        return WarmUp((2.0, 0.5), ((10, 0.1), (20, 0.2)))
 
     async def open(self, script: Script) -> MadeAgent:
         """Begin."""

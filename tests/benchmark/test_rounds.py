@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from server_ext.benchmark.rounds import Reference, run_rounds
+from server_ext.benchmark.rounds import Company, Reference, run_rounds
 from server_ext.benchmark.scenarios import Scenario, growing
 from server_ext.traffic import PlannedSession, PlannedTurn
 from tests.benchmark.made import MadeArm, sample
@@ -20,7 +20,7 @@ TWO_AGENTS = Scenario(
 )
 
 
-def run(arms, scenario=TWO_AGENTS, *, num_rounds=1, beside=None, is_over=lambda: False, reference=None):
+def run(arms, scenario=TWO_AGENTS, *, num_rounds=1, company=None, is_over=lambda: False, reference=None):
     """Run rounds and return their parts."""
 
     async def collect():
@@ -30,7 +30,7 @@ def run(arms, scenario=TWO_AGENTS, *, num_rounds=1, beside=None, is_over=lambda:
             reference=reference or Reference(),
             num_rounds=num_rounds,
             seed=1,
-            beside=beside or {},
+            company=company or Company(),
             is_over=is_over,
         )
         return [part async for part in rounds]
@@ -127,27 +127,36 @@ def test_no_round_begins_once_the_time_is_over():
     assert len(run(arms, num_rounds=5, is_over=lambda: True)) == 2
 
 
-def test_requests_beside_decode_during_the_second_half():
-    """Turns of the second half say that they had company; gaps are taken while an agent asks, and all ends with it."""
-    alone = replace(TWO_AGENTS, num_beside=2, plan=growing([20], num_turns=4, delta_tokens=(4, 8), output_tokens=1))
-    started = []
+def alone(num_turns, **changes):
+    """A scenario with one agent."""
+    plan = growing([20], num_turns=num_turns, delta_tokens=(4, 8), output_tokens=1)
+    return replace(TWO_AGENTS, plan=plan, **changes)
+
+
+def test_requests_beside_decode_during_the_turns_that_were_chosen():
+    """Those turns say that they had company; it ends with them, and gaps are taken while an agent asks."""
+    started, ended = [], []
+    arms, log = made_arms("no_reuse")
 
     async def complete(prompt_ids, num_tokens, state):
         started.append(prompt_ids)
-        while True:
-            yield {"choices": [{"token_ids": [1]}]}
-            await asyncio.sleep(0)
+        try:
+            while True:
+                yield {"choices": [{"token_ids": [1]}]}
+                await asyncio.sleep(0)
+        finally:
+            ended.append(len(log))
 
-    arms, _ = made_arms("no_reuse")
-    (part,) = run(arms, alone, beside={"no_reuse": complete})
-    assert [one.beside for one in part.samples] == [False, False, True, True]
+    scenario = alone(5, num_beside=2, turns_beside=(3, 4))
+    (part,) = run(arms, scenario, company=Company(beside={"no_reuse": complete}))
+    assert [one.beside for one in part.samples] == [False, False, True, True, False]
     assert len(started) == 2
+    assert ended == [5, 5]  # prepare and four turns
     assert part.errors == []
 
 
 def test_a_request_beside_that_fails_is_told():
     """The agents go on; the error stands in the file."""
-    alone = replace(TWO_AGENTS, num_beside=1, plan=growing([20], num_turns=2, delta_tokens=(4, 8), output_tokens=1))
 
     async def complete(prompt_ids, num_tokens, state):
         msg = "no engine"
@@ -155,9 +164,63 @@ def test_a_request_beside_that_fails_is_told():
         yield {}
 
     arms, _ = made_arms("no_reuse")
-    (part,) = run(arms, alone, beside={"no_reuse": complete})
+    scenario = alone(2, num_beside=1, turns_beside=(2,))
+    (part,) = run(arms, scenario, company=Company(beside={"no_reuse": complete}))
     assert len(part.samples) == 2
     assert part.errors == ["RuntimeError('no engine')"]
+
+
+def test_other_sessions_are_computed_between_the_turns():
+    """Each prompt is asked for one token, before every turn but the first, on the engine that prefills for the arm."""
+    arms, log = made_arms("no_reuse")
+
+    async def complete(prompt_ids, num_tokens, state):
+        log.append(("crowd", len(prompt_ids), num_tokens))
+        yield {"choices": []}
+
+    run(arms, alone(3, num_crowd=2, crowd_tokens=7), company=Company(crowd={"no_reuse": complete}))
+    turn, crowd = ("turn", "no_reuse", 0), ("crowd", 7, 1)
+    assert log[1:-1] == [turn, crowd, crowd, turn, crowd, crowd, turn]
+
+
+def test_other_sessions_need_an_engine():
+    """Without their prompts the arm would look better than it is."""
+    arms, _ = made_arms("no_reuse")
+    with pytest.RaisesGroup(pytest.RaisesExc(ValueError, match="no_reuse has no engine")):
+        run(arms, alone(2, num_crowd=1, crowd_tokens=7))
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_the_end_of_a_conversation_is_not_in_an_arms_time(monkeypatch, at_once):
+    """Where agents run one by one; side by side others go on meanwhile, and it is."""
+    clock = [0.0]
+    monkeypatch.setattr("server_ext.benchmark.rounds.time.perf_counter", lambda: clock[0])
+
+    class Slow(MadeArm):
+        async def open(self, script):
+            agent = await super().open(script)
+            run_turn, end = agent.run, agent.close
+
+            async def run(ask):
+                clock[0] += 1.0
+                return await run_turn(ask)
+
+            async def close():
+                clock[0] += 100.0
+                await end()
+
+            agent.run, agent.close = run, close
+            return agent
+
+    (part,) = run([Slow("no_reuse", [])], replace(TWO_AGENTS, at_once=at_once))
+    assert part.seconds == (6.0 if at_once == 1 else 206.0)
+
+
+def test_turns_that_only_lengthen_the_history_are_told_apart():
+    """They are in the samples, so that their tokens are compared."""
+    arms, _ = made_arms("no_reuse")
+    (part,) = run(arms, alone(3, max_delta=3))
+    assert [one.is_measured for one in part.samples] == [True, False, False]
 
 
 def test_an_arm_that_fails_ends_the_run():

@@ -4,13 +4,23 @@ from dataclasses import replace
 
 import pytest
 
-from server_ext.benchmark.scenarios import LONG_AGENT, Scenario, find_delta_ids, growing
-from server_ext.traffic import PlannedSession, PlannedTurn
+from server_ext.benchmark.scenarios import Scenario, find_delta_ids, growing, stepping
+from server_ext.traffic import PlannedSession, PlannedTurn, prompts
 
 
 def scenario(*sessions: PlannedSession) -> Scenario:
     """A scenario of given sessions."""
     return Scenario(name="made", what="", plan=lambda _: sessions, arms=("no_reuse",))
+
+
+AGENTS = Scenario(
+    name="agents",
+    what="",
+    plan=growing([200, 300], num_turns=3, delta_tokens=(4, 8), output_tokens=1),
+    arms=("no_reuse",),
+    turns_beside=(3,),
+    num_beside=2,
+)
 
 
 def num_words(text: str) -> int:
@@ -20,10 +30,10 @@ def num_words(text: str) -> int:
 
 def test_a_round_is_the_same_for_every_arm_and_every_process():
     """Seed and number say all about a round; another number is another round."""
-    first, again, other = (LONG_AGENT.scripts(number, seed=1) for number in (0, 0, 1))
+    first, again, other = (AGENTS.scripts(number, seed=1) for number in (0, 0, 1))
     assert first == again
     assert first != other
-    assert first != LONG_AGENT.scripts(0, seed=2)
+    assert first != AGENTS.scripts(0, seed=2)
 
 
 def test_texts_are_as_long_as_planned():
@@ -65,10 +75,36 @@ def test_growing_agents_stay_within_their_deltas():
     assert len(set(deltas)) > 10
 
 
+def test_an_agent_is_brought_to_one_length_after_the_other():
+    """Its prompt has each length once, and short turns follow; those that only lengthen it are not measured."""
+    plan = stepping([200, 300], turns_at_each=[2, 1], delta_tokens=(5, 9), output_tokens=3)
+    (session,) = plan(7)
+    assert [prompt for prompt, _ in prompts(session)][::3] == [200, 300]
+    (script,) = replace(AGENTS, plan=plan, max_delta=20, turns_beside=(), num_beside=0).scripts(0, seed=0)
+    assert [ask.is_measured for ask in script.asks] == [True, True, True, False, True]
+
+
+def test_a_length_that_the_history_has_outgrown_is_refused():
+    """A turn cannot add fewer than no tokens."""
+    with pytest.raises(ValueError, match="208 tokens before it shall come to 200"):
+        stepping([200, 200], turns_at_each=[1, 1], delta_tokens=(2, 2), output_tokens=3)(0)
+
+
+def test_other_sessions_have_prompts_of_their_own_before_each_later_turn():
+    """No two are alike, so that none finds another one's blocks, and all arms get the same."""
+    pressed = replace(AGENTS, num_crowd=2, crowd_tokens=50)
+    scripts = pressed.scripts(0, seed=1)
+    crowd = [ids for script in scripts for ask in script.asks for ids in ask.crowd]
+    assert [[len(ask.crowd) for ask in script.asks] for script in scripts] == [[0, 2, 2]] * 2
+    assert {len(ids) for ids in crowd} == {50}
+    assert len(set(crowd)) == len(crowd)
+    assert scripts == pressed.scripts(0, seed=1)
+
+
 def test_requests_beside_several_agents_are_refused():
     """Whose latency would it be? The error says what to set."""
     with pytest.raises(ValueError, match="at_once=1, got 2"):
-        replace(LONG_AGENT, at_once=2)
+        replace(AGENTS, at_once=2)
 
 
 def test_a_delta_is_what_lies_behind_the_history():

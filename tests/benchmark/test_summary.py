@@ -107,6 +107,33 @@ def test_the_floor_is_compute_bytes_and_one_step():
     assert result().to_json()["arms"]["fetch"]["floor_ratio_p50"] == pytest.approx(0.1 / expected_s)
 
 
+def test_the_floor_of_a_turn_that_d_appends_moves_nothing():
+    """Its computation, and one step; a stock server's turn has none, since nobody knows what it moved."""
+    local = sample(outcome="local", reused_tokens=90, fetched_tokens=0)
+    assert RATES.floor_s(local) == pytest.approx(0.03 + 0.001 * (10 + (100**2 - 90**2) / 4000) + 0.01)
+    found = result()
+    found.add(ArmRound("stock", 0, samples=[sample("stock")]))
+    assert found.to_json()["arms"]["stock"]["floor_ratio_p50"] is None
+
+
+def test_turns_that_only_lengthen_the_history_are_not_later_turns():
+    """They count as turns of the arm, and their tokens are compared."""
+    found = result()
+    part = ArmRound("fetch", 0, samples=[sample("fetch", turn=2, ttft_s=99.0, is_measured=False, token_ids=(9,))])
+    found.add(part)
+    figures = found.to_json()["arms"]["fetch"]
+    assert (figures["turns"], figures["turns_measured"], figures["tokens_wrong"]) == (41, 39, 1)
+
+
+def test_what_engines_do_not_count_stays_unknown():
+    """No pinned bytes are not 0 pinned bytes."""
+    found = result()
+    found.add(ArmRound("stock", 0, samples=[sample("stock", reused_tokens=5)], counters={"bytes_moved": 5.0}))
+    figures = found.to_json()["arms"]["stock"]
+    assert figures["pinned_byte_s_per_avoided_token"] is None
+    assert figures["bytes_moved"] == 5.0
+
+
 def test_rates_come_from_the_turns_that_show_them():
     """Prefill from turns that computed all, fetching from reads of several sizes, a step from the gaps."""
     prefill = PrefillRate(0.03, 0.001, 4000.0)
@@ -165,5 +192,5 @@ def test_the_page_holds_all_plots_and_loads_nothing(tmp_path):
 def test_the_table_has_a_row_for_each_arm():
     """Markdown with the numbers that users judge by."""
     text = to_markdown(to_file([result()], machine={}, versions={}))
-    assert "| `fetch` | 100.0 ms (100.0 to 100.0) |" in text
+    assert "| `fetch` | 39 | 100.0 ms (100.0 to 100.0) |" in text
     assert "10.00x" in text
