@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -30,6 +31,7 @@ from bench._machine import versions
 from bench._plain_engine import PlainEngine
 from bench._plan import FULL_RUN, SHORT_RUN
 from bench._report import report
+from bench._result import Check
 from bench._setups import AGGREGATED, BLOCK_SIZE, HOLD_S, OURS, hold_s, set_of
 from bench._show import verdict
 from bench._stock import Handles, StockProxy
@@ -129,15 +131,27 @@ def main() -> int:
     out = Path(options.out)
     content = to_file([], machine=machine, versions=installed)
     if options.merge:
-        content["scenarios"] = _scenarios_of(out / "bench.json", content)
+        before = _scenarios_of(out / "bench.json", content)
+        again = {one.scenario.name for one in parts}
+        content["scenarios"] = {name: one for name, one in before.items() if name not in again}
     started_s = time.monotonic()
     for setup, of_setup in groupby(parts, key=lambda one: one.setup):
-        measure_all(setup, list(of_setup), content, out, options.seed)
+        _try_all(setup, list(of_setup), content, out, options.seed)
     console.print(f"measured for {(time.monotonic() - started_s) / 60:.1f} minutes; all is in {out}")
     found = checks(content)
+    missing = [one.scenario.name for one in parts if one.scenario.name not in content["scenarios"]]
+    found += [Check(f"{name}: measured", passed=False, found="no: see above") for name in missing]
     for check in found:
         console.print(verdict(check), soft_wrap=True)
     return 0 if all(check.passed for check in found) else 1
+
+
+def _try_all(setup: Setup, parts: Sequence[Part], content: dict[str, Any], out: Path, seed: int) -> None:
+    """Measure one setup's scenarios; where that fails, say so, and leave the others their hour."""
+    try:
+        measure_all(setup, parts, content, out, seed)
+    except Exception:  # noqa: BLE001 (whatever it was)
+        console.print(f"{setup.name} ended early", traceback.format_exc(), sep="\n")
 
 
 def _options() -> argparse.Namespace:
@@ -149,7 +163,11 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="how often each arm runs (default: as planned)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", default=str(ROOT / "out"), help="folder of the results")
-    return parser.parse_args()
+    options = parser.parse_args()
+    unknown = set(options.scenario or ()) - {one.scenario.name for one in (FULL_RUN if options.full else SHORT_RUN)}
+    if unknown:
+        parser.error(f"{', '.join(sorted(unknown))}: of the full run only; give --full")
+    return options
 
 
 def _is_wanted(part: Part, names: Sequence[str] | None) -> bool:
