@@ -73,6 +73,17 @@ def kills(random: Random, duration_s: float) -> list[Kill]:
     return [Kill((index + random.uniform(0.1, 0.6)) * part_s, roles[index % 2]) for index in range(number)]
 
 
+def leaves_time(at_s: float, longest_start_s: float, duration_s: float) -> bool:
+    """Tell whether an engine that is killed now would be back before memory is watched.
+
+    Args:
+        at_s: now, in seconds from the start of the run.
+        longest_start_s: what starting an engine took in this run, at the most so far; 0 where none was started.
+        duration_s: of the run.
+    """
+    return at_s + longest_start_s <= measured_from_s(duration_s)
+
+
 def other_faults(random: Random, mean_gap_s: float) -> Iterator[tuple[float, str]]:
     """Yield faults without end: how long to wait after the one before, and its name."""
     while True:

@@ -32,7 +32,7 @@ from bench._machine import versions
 from bench._reference import Reference, judge
 from bench._scene import num_leaked
 from bench._soak_agents import Agents
-from bench._soak_plan import TIME_DIVISOR, kills, made_up, measured_from_s, other_faults, recorded
+from bench._soak_plan import TIME_DIVISOR, kills, leaves_time, made_up, measured_from_s, other_faults, recorded
 from bench._soak_result import YOUNG_S, Sample, SoakResult, curves, slopes
 from bench.faults import leave_in_order
 from server_ext.analysis.problems import Problems
@@ -193,18 +193,21 @@ class Soak:
             self.is_over.set()
 
     def _kill(self) -> None:
+        longest_start_s = 0.0
         for kill in kills(Random(f"{self._seed}-kills"), self._duration_s):
             if self.is_over.wait(max(0.0, kill.at_s - self.at_s)):
                 return
-            if self.at_s > measured_from_s(self._duration_s):
+            if not leaves_time(self.at_s, longest_start_s, self._duration_s):
                 self._say(f"{kill.role} is not killed: on this machine the starts before took too long")
                 return
             with self._engines:
                 self._say(f"kill -9 {kill.role}")
                 with suppress(httpx.TransportError):  # too busy to say
                     self.count_stale_reads()
+                killed_s = self.at_s
                 self.rig.kill(kill.role)
                 self.rig.restart(kill.role)
+                longest_start_s = max(longest_start_s, self.at_s - killed_s)
                 self.ready_s[self.rig.stack.child(kill.role).pid] = self.at_s
                 self._say(f"{kill.role} is back")
             self.faults[f"{_letter(kill.role)} killed"] += 1

@@ -14,6 +14,7 @@ from bench._soak_plan import (
     TIME_DIVISOR,
     kept,
     kills,
+    leaves_time,
     made_up,
     measured_from_s,
     other_faults,
@@ -104,6 +105,13 @@ def test_engines_die_before_memory_is_watched(duration_s):
         assert [kill.at_s for kill in planned] == sorted(kill.at_s for kill in planned)
         assert planned[-1].at_s < 0.75 * measured_from_s(duration_s)
     assert {kill.role for kill in kills(Random(1), 600)} == {"prefill", "decode"}
+
+
+def test_no_engine_is_killed_that_would_come_back_too_late():
+    """By what starts took so far; the first kill is never left out."""
+    assert leaves_time(28.0, 0.0, 600)
+    assert leaves_time(105.0, 77.0, 600)
+    assert not leaves_time(265.0, 161.0, 600)
 
 
 # ---------------------------------------------------------------- the judge
