@@ -78,10 +78,11 @@ def simulate(
 ) -> None:
     """Simulate a fleet: how many engines, which budget and TTL, what p99, where it stops to scale."""
     try:
+        import server_ext.simulation.run  # noqa: F401 (whether it can be imported)
         from server_ext.simulation.rates import from_limits, read_rates
         from server_ext.simulation.scenario import Scenario, grid, parse_axes
     except ModuleNotFoundError as error:
-        if error.name not in {"numpy", "msgspec"}:
+        if error.name not in {"numpy", "msgspec", "simpy"}:
             raise
         say_and_exit(f"simulate needs {error.name}: pip install 'bidikv-sdk[analyze]'")
     try:

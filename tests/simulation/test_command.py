@@ -1,6 +1,7 @@
 """`bidikv simulate` as its user sees it."""
 
 import json
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -104,3 +105,13 @@ def test_traces_without_a_session_are_an_error(tmp_path):
     said = bidikv(*SMALL_RUN, "--traces", str(tmp_path))
     assert said.exit_code == 1
     assert "bidikv analyze" in said.stderr
+
+
+def test_a_package_that_lacks_is_named_before_anything_runs(monkeypatch):
+    """With how to install it; the clock's is asked for last, and is told as early."""
+    for name in ("clock", "fleet", "run"):
+        monkeypatch.delitem(sys.modules, f"server_ext.simulation.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "simpy", None)
+    said = bidikv(*SMALL_RUN)
+    assert said.exit_code == 1
+    assert "simulate needs simpy: pip install 'bidikv-sdk[analyze]'" in said.stderr
