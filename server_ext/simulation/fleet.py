@@ -187,21 +187,11 @@ class Fleet:
 
     def _choose(self) -> PrefillEngine:
         """Return the shorter queue of two: nearly as good as the shortest of all, and as cheap for many."""
-        prefills, num_prefills = self.prefills, len(self.prefills)
-        if num_prefills == 1:
+        prefills = self.prefills
+        if len(prefills) == 1:
             return prefills[0]
-        one, two = self._below(num_prefills), self._below(num_prefills - 1)
-        if two == one:
-            two = num_prefills - 1
-        return prefills[one] if prefills[one].free_s() <= prefills[two].free_s() else prefills[two]
-
-    def _below(self, end: int) -> int:
-        """Pick a number below `end` at random, as `Random.sample` does, without its checks."""
-        num_bits, draw = end.bit_length(), self._random.getrandbits
-        number = draw(num_bits)
-        while number >= end:
-            number = draw(num_bits)
-        return number
+        one, two = self._random.sample(prefills, 2)
+        return one if one.free_s() <= two.free_s() else two
 
     def _ready(self, turn: Turn) -> None:
         """Put a prompt into P's queue: what is fetched for it is there."""
