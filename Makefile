@@ -31,7 +31,7 @@ help:
 	@echo "make demo    two engines on this machine, and what a turn costs with and without bidikv"
 	@echo "make bench   every way of serving an agent's turns beside each other (25 minutes; FULL=1: all scenarios, 90)"
 	@echo "make faults  what happens when anything fails at any point of a turn, on two engines (20 minutes)"
-	@echo "make pressure  sessions that would hold more than D has, beside engines without leases (25 minutes)"
+	@echo "make pressure  sessions that would hold more than D has, beside engines without leases (15 to 40 minutes)"
 	@echo "make soak    many agents for minutes, with faults, every answer checked (MINUTES=10 SEED=1 TRACES=folder)"
 	@echo "make mutants every guard taken out once: its tests must fail (10 minutes)"
 	@echo "make up      start a stack (ends with make down)"
