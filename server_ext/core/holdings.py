@@ -134,8 +134,8 @@ class Holdings:
             )
         if granted_ids:
             num_tokens = min(num_tokens, len(granted_ids) * self._block_size)
-            held_ids = pin.token_ids[:num_tokens]
-            if token_ids is not None and token_ids[:num_tokens] == held_ids:
+            held_ids = _first(pin.token_ids, num_tokens)
+            if token_ids is not None and _first(token_ids, num_tokens) == held_ids:
                 held_ids = token_ids
             lease = Lease(
                 due_s=now_s + ttl_s,
@@ -345,3 +345,8 @@ class Holdings:
         else:
             return False  # closing its turn schedules it again
         return True
+
+
+def _first(token_ids: "array[int]", num_tokens: int) -> "array[int]":
+    """Return the first tokens; where those are all there are, which they mostly are, without a copy."""
+    return token_ids if len(token_ids) == num_tokens else token_ids[:num_tokens]

@@ -45,12 +45,10 @@ class BlockCounts:
 
     def remove(self, block_ids: "array[int]") -> None:
         """Count each of the blocks, distinct ones that are in here, once less."""
-        blocks = set(block_ids)
-        self._once -= blocks
+        self._once.difference_update(block_ids)
         if not self._count_of_others:
             return
-        others = blocks & self._count_of_others.keys()
-        for block_id in others:
+        for block_id in self._count_of_others.keys() & block_ids:
             self._count_of_others[block_id] -= 1
             if self._count_of_others[block_id] == 1:
                 del self._count_of_others[block_id]
