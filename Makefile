@@ -29,7 +29,7 @@ TOOLS := aiperf
 
 help:
 	@echo "make demo    two engines on this machine, and what a turn costs with and without bidikv"
-	@echo "make bench   every way of serving an agent's turns beside each other (25 minutes; FULL=1: all scenarios, 90)"
+	@echo "make bench   every way of serving an agent's turns beside each other (25 minutes; FULL=1: all scenarios, 3 hours)"
 	@echo "make faults  what happens when anything fails at any point of a turn, on two engines (20 minutes)"
 	@echo "make pressure  sessions that would hold more than D has, beside engines without leases (15 to 40 minutes)"
 	@echo "make soak    many agents for minutes, with faults, every answer checked (MINUTES=10 SEED=1 TRACES=folder)"

@@ -78,10 +78,10 @@ def test_the_plan_has_what_the_benchmark_promises():
     assert [one.scenario.name for one in SHORT_RUN] == ["long_agent", "short_chat"]
     assert all(one.rounds >= 5 and one.scenario.arms == ARMS for one in SHORT_RUN)
     full = {one.scenario.name: one for one in FULL_RUN}
-    assert full["long_agent"].scenario.points == (2_000, 3_000, 6_000)
+    assert full["long_agent"].scenario.points + full["longest_agent"].scenario.points == (2_000, 3_000, 6_000)
     for name in ("long_agent", "short_chat", "prefill_pressure", "slow_link"):
         assert full[name].scenario.arms == full[f"{name}_tiny"].scenario.arms == ARMS
-        assert full[name].rounds >= 5
+        assert full[name].rounds >= 3
         tiny = full[f"{name}_tiny"]
         later = [len(one.asks) - 1 for number in range(tiny.rounds) for one in tiny.scenario.scripts(number, seed=1)]
         assert sum(later) >= 500
