@@ -6,13 +6,15 @@ What a fault is to cause is checked (`require`), so that no row is written for o
 from __future__ import annotations
 
 import secrets
+import time
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
 from bench._scene import Scene, require
 from server_ext.launch.command import ROLES
 from server_ext.launch.tiny import TINY
-from tests.engine.common import BLOCK_SIZE, POOL_BLOCKS, eventually
+from tests.engine.common import BLOCK_SIZE, POOL_BLOCKS, PREFILL_LEASE_S, eventually
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -154,6 +156,89 @@ def delayed(scene: Scene) -> None:
         scene.wait()
     (turn,) = scene.turns
     require(turn.end().outcome == "fetched", "the delay was more than a delay")
+
+
+# ---------------------------------------------------------------- P's hold on what it has computed
+
+
+def hold_over(scene: Scene) -> None:
+    """Keep D from reading until P's hold is over, and all of P's blocks have been given to others."""
+    _outlive_hold(scene, stops_decode=False)
+
+
+def d_stopped_until_hold_over(scene: Scene) -> None:
+    """Stop D's processes until P's hold is over, and all of P's blocks have been given to others."""
+    _outlive_hold(scene, stops_decode=True)
+
+
+def _outlive_hold(scene: Scene, *, stops_decode: bool) -> None:
+    rig = scene.rig
+    before, num_late = _num_released(rig), _num_late(rig)
+    with scene.at_points():
+        with rig.frozen("decode") if stops_decode else nullcontext():
+            eventually(lambda: _num_released(rig, step=True) > before, "the end of P's hold")
+            fill_prefill(rig)
+        scene.let_go()
+        scene.wait()
+    (turn,) = scene.turns
+    require(turn.end().reason != "prefill_unavailable", "D did not wait for P's answer")
+    require(_num_late(rig) == num_late + 1, "D relied on blocks that P had given away")
+
+
+def queued_longer_than_hold(scene: Scene) -> None:
+    """Keep a turn in D's queue for twice as long as P's hold: D's heartbeats prolong it, and nothing is lost."""
+    rig = scene.rig
+    before, num_late = _num_released(rig), _num_late(rig)
+    with scene.at_points():
+        until_s = time.monotonic() + 2 * PREFILL_LEASE_S
+        eventually(lambda: _num_released(rig, step=True) > before or time.monotonic() > until_s, "twice P's hold")
+        fill_prefill(rig)
+        scene.let_go()
+        scene.wait()
+    (turn,) = scene.turns
+    require(_num_released(rig) == before, "P let go of what D was waiting for")
+    require(_num_late(rig) == num_late, "D did not rely on what P had kept")
+    require(turn.end().outcome == "fetched", "the wait was more than a wait")
+
+
+def p_stopped_until_hold_over(scene: Scene) -> None:
+    """Stop P's processes behind D's posted read for longer than P's hold, and have others want its blocks at once."""
+    rig = scene.rig
+    with scene.at_points(), rig.brakes.held("decode-read") as posted:
+        with rig.frozen("prefill"):
+            scene.let_go()
+            posted.wait()
+            until_s = time.monotonic() + 2 * PREFILL_LEASE_S
+            eventually(lambda: time.monotonic() > until_s, "twice P's hold")
+        fill_prefill(rig)
+        posted.let_go()
+        scene.wait()
+
+
+def fill_prefill(rig: Rig) -> None:
+    """Have P compute as many blocks as it has, for requests without a session."""
+    num_requests = 3
+
+    def ask() -> httpx.Response:
+        prompt = [
+            1000 + secrets.randbelow(1000) for _ in range(-(-rig.prefill_pool_blocks // num_requests) * BLOCK_SIZE)
+        ]
+        return rig.prefill.post("/v1/completions", json={"model": TINY, "prompt": prompt, "max_tokens": 1})
+
+    for request in [rig.threads.submit(ask) for _ in range(num_requests)]:
+        request.result().raise_for_status()
+
+
+def _num_late(rig: Rig) -> int:
+    """Return how often D has read in vain."""
+    return rig.log("decode").count("ended too late to be relied on")
+
+
+def _num_released(rig: Rig, *, step: bool = False) -> int:
+    """Return how often P has let go of blocks that nobody came for; it looks when it steps."""
+    if step:
+        rig.step("prefill")
+    return rig.log("prefill").count("Releasing expired KV blocks")
 
 
 # ---------------------------------------------------------------- caches and leases

@@ -45,6 +45,7 @@ ROUTES = "tests/http/test_routes.py"
 IN_SCHEDULER = "tests/scheduler/test_leases_in_the_scheduler.py"
 IN_FLIGHT = "tests/scheduler/test_steps_in_flight.py"
 LOST_IN_SCHEDULER = "tests/scheduler/test_lost_leases_in_the_scheduler.py"
+HOLDS = "tests/scheduler/test_holds.py"
 READS = "tests/scheduler/test_reads_in_the_scheduler.py"
 STARTUP = "tests/scheduler/test_startup.py"
 
@@ -416,6 +417,56 @@ MUTANTS = (
         "            and whole.startswith(before)\n",
         "",
         (f"{RENDER}::test_reasoning_that_the_template_strips_leaves_the_prompt",),
+    ),
+    # P's hold on what it has computed for D.
+    Mutant(
+        "server_ext/engine/worker.py",
+        "return self._holds.is_over(remote.request_id, end_s, now_s=now_s)",
+        "return False",
+        (
+            f"{HOLDS}::test_a_read_after_the_hold_is_failed",
+            f"{HOLDS}::test_the_worker_counts_the_heartbeats_that_go_out",
+            "tests/engine/test_faults.py::test_what_p_may_have_given_away_is_not_relied_on",
+        ),
+    ),
+    Mutant(
+        "server_ext/engine/worker.py",
+        "if engine in self._remote_agents",
+        "if engine",
+        (f"{HOLDS}::test_the_worker_counts_the_heartbeats_that_go_out",),
+    ),
+    Mutant(
+        "server_ext/engine/worker.py",
+        "if now_s - self._reaped_s > self._holds.margin_s:",
+        "if False:",
+        (f"{HOLDS}::test_a_p_that_stood_still_keeps_its_blocks_a_little_longer",),
+    ),
+    Mutant(
+        "server_ext/engine/holds.py",
+        "if sent_s + self.margin_s <= end_s:",
+        "if True:",
+        (
+            f"{HOLDS}::test_a_heartbeat_that_may_have_come_too_late_moves_nothing",
+            f"{HOLDS}::test_a_pause_ends_it_for_good",
+        ),
+    ),
+    Mutant(
+        "server_ext/engine/holds.py",
+        "end_s = max(end_s, sent_s + self._extension_s)",
+        "pass",
+        (f"{HOLDS}::test_heartbeats_keep_it_as_long_as_they_go_out",),
+    ),
+    Mutant(
+        "server_ext/engine/prefill.py",
+        'params["remote_blocks_expiry_time"] = self._reqs_need_send.get(request.request_id)',
+        "pass",
+        (f"{READS}::test_the_answer_says_until_when_p_keeps_its_blocks",),
+    ),
+    Mutant(
+        "server_ext/http/prefill_client.py",
+        "(hold_s >= self._least_hold_s, ",
+        "(hold_s >= 0, ",
+        ("tests/http/test_prefill_client.py::test_a_malformed_answer_is_none",),
     ),
     Mutant(
         "server_ext/http/render.py",

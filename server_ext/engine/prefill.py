@@ -160,11 +160,17 @@ class PrefillScheduler(compat.NixlPullConnectorScheduler):
     def request_finished(
         self, request: compat.Request, block_ids: tuple[Sequence[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Send the report along with vLLM's own parameters for the decode side."""
+        """Send the report along with vLLM's own parameters for the decode side, and until when the blocks are kept."""
         read = self._reads.pop(request.request_id, None)
         delay_free, params = super().request_finished(request, block_ids)
         if read is not None and params is not None:
-            params["bidikv"] = {**read.to_json(time.perf_counter()), "fingerprint": self.identity.fingerprint}
+            params["bidikv"] = {
+                **read.to_json(time.perf_counter()),
+                "fingerprint": self.identity.fingerprint,
+                "hold_s": self._kv_lease_duration,
+            }
+            # Stock says so on D only. Without it D would not know a read that came too late (`holds`).
+            params["remote_blocks_expiry_time"] = self._reqs_need_send.get(request.request_id)
         return delay_free, params
 
     def on_weight_version(self, weight_version: str) -> None:

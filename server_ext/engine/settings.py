@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 Role = Literal["prefill", "decode"]
 _MIN_SECRET_BYTES = 16
+# vLLM's own default, which it writes out where it is used.
+_KV_LEASE_DURATION_S = 30
 _NAMES = (
     "session_id_fields",
     "session_id_headers",
@@ -51,6 +53,7 @@ class EngineSettings:
     - `fresh_prefill_salt`: a debug setting of benchmarks: each request to P gets its own cache salt, so that P's
       prefix cache never hits.
     - `home`: lease and session settings (D only; defaults elsewhere).
+    - `kv_lease_duration_s`: vLLM's own setting of this engine, in seconds; P's must not be below D's.
     - `session_id_fields`, `session_id_headers`: where a chat completion may name its session beside vLLM's own places
       (`session_id`, `X-Session-ID`, `vllm_xargs.session_id`), such as `conversation_id` and `X-Correlation-ID`; body
       fields come before headers, each in the given order (D only).
@@ -66,6 +69,7 @@ class EngineSettings:
     control_timeout_s: float
     fresh_prefill_salt: bool
     home: HomeSettings
+    kv_lease_duration_s: int = _KV_LEASE_DURATION_S
     session_id_fields: tuple[str, ...] = ()
     session_id_headers: tuple[str, ...] = ("X-Dynamo-Session-ID",)
     parent_id_fields: tuple[str, ...] = ()
@@ -80,14 +84,18 @@ class EngineSettings:
             ValueError: as `from_mapping`.
         """
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
-        return cls.from_mapping(extra.get("bidikv", {}))
+        hold_s = extra.get("kv_lease_duration", _KV_LEASE_DURATION_S)
+        return cls.from_mapping(extra.get("bidikv", {}), kv_lease_duration_s=hold_s)
 
     @classmethod
-    def from_mapping(cls, config: Mapping[str, Any]) -> EngineSettings:
+    def from_mapping(
+        cls, config: Mapping[str, Any], *, kv_lease_duration_s: int = _KV_LEASE_DURATION_S
+    ) -> EngineSettings:
         """Check and take the settings.
 
         Args:
             config: the JSON object under `kv_connector_extra_config.bidikv`.
+            kv_lease_duration_s: what vLLM itself reads beside it.
 
         Returns:
             The settings, with the secret read from its file.
@@ -111,6 +119,7 @@ class EngineSettings:
             control_timeout_s=_seconds(config, "control_timeout_s", default=30.0) or 30.0,
             fresh_prefill_salt=_flag(config, "fresh_prefill_salt"),
             **{name: _names(config, name) for name in _NAMES if name in config},
+            kv_lease_duration_s=kv_lease_duration_s,
             home=HomeSettings.from_config({k: v for k, v in config.items() if k not in _OWN_KEYS}),
         )
 

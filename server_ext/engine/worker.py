@@ -1,15 +1,20 @@
-"""The worker side: stock NIXL reads, plus two checks.
+"""The worker side: stock NIXL reads, plus three checks.
 
-On D, a reader's note that it has read a ticket goes to the lease table instead of to stock code (`notes`). On P, a read
-that ended after its ticket's deadline counts as failed: D may have given the blocks away in the meantime.
+On D, a reader's note that it has read a ticket goes to the lease table instead of to stock code (`notes`). On both, a
+read that ended when the other side may have given the blocks away counts as failed, and the prompt is computed: on P
+that is after its ticket's deadline, on D after P's hold (`holds`). And a P that stood still lets go of nothing before
+it has had time to read that D still waits for it.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
+from server_ext.core.tickets import TICKET_ID_PREFIX
 from server_ext.engine import compat
+from server_ext.engine.holds import Holds
 from server_ext.engine.notes import ReadTickets, TicketNotes
 
 if TYPE_CHECKING:
@@ -26,19 +31,47 @@ class Worker(compat.NixlPullConnectorWorker):
         super().__init__(vllm_config, engine_id, kv_cache_config)
         self._notes = TicketNotes(self.nixl_wrapper.get_new_notifs)
         self.nixl_wrapper.get_new_notifs = self._notes
+        self._holds = Holds(self._lease_extension)
+        self._reaped_s = time.perf_counter()
 
     def build_connector_worker_meta(self) -> ReadTickets | None:
         """Tell the scheduler's side which tickets were read since the last step; None where none was."""
         return self._notes.take()
 
+    def _send_heartbeats(self, metadata: Any) -> None:
+        if metadata.heartbeat_by_engine:
+            # Without a handshake none goes out.
+            waited_for = (
+                info.req_ids for engine, info in metadata.heartbeat_by_engine.items() if engine in self._remote_agents
+            )
+            self._holds.sent(chain.from_iterable(waited_for), now_s=time.perf_counter())
+        super()._send_heartbeats(metadata)
+
+    def _reap_expired_send_leases(self, done_sending: set[str]) -> None:
+        now_s = time.perf_counter()
+        if now_s - self._reaped_s > self._holds.margin_s:
+            # Stopped, or idle: D's heartbeats of that time may be on their last meters.
+            for req_id, end_s in self._reqs_to_send.items():
+                self._reqs_to_send[req_id] = max(end_s, now_s + self._holds.margin_s)
+        self._reaped_s = now_s
+        super()._reap_expired_send_leases(done_sending)
+
     def _pop_done_transfers(self, transfers: dict[str, list[int]]) -> tuple[set[str], set[str]]:
         done, failed = super()._pop_done_transfers(transfers)
-        now = time.perf_counter()
-        for req_id in done:
+        now_s = time.perf_counter()
+        for req_id in done - failed:
             meta = self._recving_metadata.get(req_id)
-            expiry = meta.remote.blocks_expiry_time if meta is not None and meta.remote is not None else None
-            # D's clock is perf_counter of its engine core; the offset was measured at the handshake.
-            if expiry is not None and now >= expiry - self._engine_clock_offset[meta.remote.engine_id]:
-                logger.warning("Read of %s ended after its ticket's deadline; its prompt is computed instead.", req_id)
+            if meta is not None and meta.remote is not None and self._is_late(meta.remote, now_s=now_s):
+                logger.warning("Read of %s ended too late to be relied on; its prompt is computed instead.", req_id)
                 failed.add(req_id)
         return done - failed, failed
+
+    def _is_late(self, remote: Any, *, now_s: float) -> bool:
+        """Tell whether blocks that have been read by now may have been given away before."""
+        if remote.blocks_expiry_time is None:
+            return False
+        # The other clock is perf_counter of that engine's core; the offset was measured at the handshake.
+        end_s = remote.blocks_expiry_time - self._engine_clock_offset[remote.engine_id]
+        if remote.request_id.startswith(TICKET_ID_PREFIX):
+            return now_s >= end_s  # D keeps them for a grace beyond that
+        return self._holds.is_over(remote.request_id, end_s, now_s=now_s)

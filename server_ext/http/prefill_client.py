@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -87,6 +88,7 @@ class PrefillClient:
         self._urls = settings.prefill_urls
         self._timeout_s = settings.prefill_timeout_s
         self._block_size = block_size
+        self._least_hold_s = settings.kv_lease_duration_s
         self._max_deadline_s = _MAX_SHARE_OF_TURN * settings.home.turn_timeout_s
         self._tokens_per_s = _PRIOR_TOKENS_PER_S
         self._http = httpx.AsyncClient(
@@ -168,6 +170,7 @@ class PrefillClient:
         (block_ids,) = params["remote_block_ids"]
         local_tokens, fetched_tokens = report["local_tokens"], report["fetched_tokens"]
         fetch_s, reason, read_age_s = report["fetch_s"], report["reason"], report["read_age_s"]
+        hold_s = report["hold_s"]
         rules = (
             (len(block_ids) == num_blocks(num_tokens, self._block_size), "number of blocks"),
             (all(type(block_id) is int and block_id >= 0 for block_id in block_ids), "block ids"),
@@ -179,6 +182,9 @@ class PrefillClient:
             (isinstance(report["fingerprint"], str), "fingerprint"),
             (all(isinstance(params[name], str) for name in _ADDRESS_FIELDS), "address"),
             (type(params["remote_port"]) is int, "address"),
+            (math.isfinite(params["remote_blocks_expiry_time"]), "remote_blocks_expiry_time"),
+            # D counts on heartbeats that hold the blocks for as long as its own setting says.
+            (hold_s >= self._least_hold_s, f"kv_lease_duration of {hold_s} s; set at least {self._least_hold_s} on P"),
             (reason is None or reason in REASONS, "reason"),
         )
         for holds, what in rules:

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 
 from server_ext.core.tickets import sign
@@ -83,6 +84,25 @@ def test_a_bad_ticket_costs_time_and_nothing_else(rig: Rig, tamper: Tamper, reas
     with Gate(rig, change):
         said = talk.right_turn("And now?", stream=stream)
     assert said.came == ("recomputed", reason)
+    talk.fetched_turn("And then?")
+
+
+def test_what_p_may_have_given_away_is_not_relied_on(rig: Rig) -> None:
+    """A read of D's that ends after P's hold counts as failed, and D computes the prompt itself.
+
+    `make faults` lets the hold really end and P's blocks go to others; here its end is only said to be over.
+    """
+    talk = rig.talk()
+    talk.right_turn(words(200))
+
+    def long_ago(gate: Gate, call: Call) -> Any:
+        answer = gate.pass_on(call).json()
+        answer["kv_transfer_params"]["remote_blocks_expiry_time"] -= 1000.0
+        return httpx.Response(200, json=answer)
+
+    with Gate(rig, long_ago):
+        said = talk.right_turn("And now?")
+    assert said.came == ("local", "read_failed")
     talk.fetched_turn("And then?")
 
 

@@ -97,7 +97,7 @@ class FakePrefillNode:
         num_tokens = len(unpack_ids(body["token_ids"]))
         fetched = body["kv_transfer_params"].get("remote_num_tokens", 0)
         report = {"local_tokens": 0, "fetched_tokens": fetched, "fetch_s": 0.01 if fetched else None, "reason": None}
-        report |= {"read_age_s": 0.02 if fetched else None, "fingerprint": "model"}
+        report |= {"read_age_s": 0.02 if fetched else None, "fingerprint": "model", "hold_s": 30}
         params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -106,6 +106,7 @@ class FakePrefillNode:
             "remote_request_id": "r",
             "remote_host": "127.0.0.1",
             "remote_port": 5600,
+            "remote_blocks_expiry_time": 1e6,
             "remote_prefill_cached_tokens": 0,  # vLLM's own word for what P reused
             "bidikv": report,
         }

@@ -66,7 +66,8 @@ def test_a_good_answer():
 
 
 GOOD_REPORT = {"local_tokens": 0, "fetched_tokens": 40, "fetch_s": None, "read_age_s": None, "reason": None} | {
-    "fingerprint": "m"
+    "fingerprint": "m",
+    "hold_s": 30,
 }
 MALFORMED = {
     "too few blocks": {"remote_block_ids": [[0, 1, 2]]},
@@ -95,6 +96,11 @@ MALFORMED = {
     "no request id": {"remote_request_id": None},
     "no host": {"remote_host": None},
     "a port as a string": {"remote_port": "5600"},
+    "no end of the hold": {"remote_blocks_expiry_time": None},
+    "a hold without end": {"remote_blocks_expiry_time": float("inf")},
+    "a hold that is no number": {"remote_blocks_expiry_time": float("nan")},
+    "a hold shorter than D counts on": {"bidikv": {**GOOD_REPORT, "hold_s": 29}},
+    "a hold as a string": {"bidikv": {**GOOD_REPORT, "hold_s": "30"}},
     "a reason that nobody knows": {"bidikv": {**GOOD_REPORT, "reason": "moon"}},
     "a reason that is a list": {"bidikv": {**GOOD_REPORT, "reason": []}},
 }

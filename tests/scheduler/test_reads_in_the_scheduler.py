@@ -1,5 +1,7 @@
 """P's connector in vLLM's schedulers: one verified read at most, and every failure ends in a computed prompt."""
 
+import time
+
 import pytest
 from vllm.v1.request import RequestStatus
 
@@ -68,6 +70,16 @@ def test_a_good_ticket_is_read_once_and_reported(p):
     _, report = _report(p, request)
     assert (report["local_tokens"], report["fetched_tokens"], report["reason"]) == (0, HELD, None)
     assert report["fetch_s"] >= 0
+
+
+def test_the_answer_says_until_when_p_keeps_its_blocks(p):
+    """By P's own clock; and for how long that is, so that D can tell whether its heartbeats do as much."""
+    before_s = time.perf_counter()
+    request = p.add("r", PROMPT, max_tokens=1, transfer=_ticket(p))
+    p.answer(p.step(), finished_recving={"r"})
+    _, report = _report(p, request)
+    assert report["hold_s"] == 30
+    assert before_s + 30 <= p.finished["r"]["remote_blocks_expiry_time"] <= time.perf_counter() + 30
 
 
 def test_a_failed_read_is_computed_and_never_asked_for_again(p):
