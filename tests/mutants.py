@@ -277,7 +277,7 @@ MUTANTS = (
     ),
     Mutant(
         "server_ext/core/deadlines.py",
-        "if self._num_dead > max(_MIN_DEAD_TO_TIDY, len(self._heap) // 2):",
+        "if self._num_dead > _MIN_DEAD_TO_TIDY and self._num_dead > len(self._heap) // 2:",
         "if False:",
         (f"{LEASES}::test_renewing_for_ever_costs_no_memory",),
     ),

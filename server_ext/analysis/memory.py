@@ -185,7 +185,7 @@ class DecodeMemory:
             want_ticket: whether a prefill engine is to read what is held, or what says so (in tokens).
             now_s: simulated seconds.
         """
-        self.catch_up(now_s)
+        self.table.catch_up(now_s=now_s)
         self._forget_old(now_s)
         self._used.pop(key, None)
         before, chunk = self._ids.get(key, _NONE), self.chunk_tokens
@@ -202,7 +202,9 @@ class DecodeMemory:
         self._ids[key] = ids
         # A last chunk that is not full counts where all before it is there.
         enough = shared_tokens // chunk if num_shared else _MAX_ID
-        held, cached = begun.matched_tokens, len(self._cached(key, num_shared, begun.matched_tokens)[0])
+        held = begun.matched_tokens
+        # What its lease holds nobody took.
+        cached = num_shared if held >= num_shared else len(self._cached(key, num_shared)[0])
         held = shared_tokens if held >= enough else held * chunk
         cached = shared_tokens if cached >= enough else cached * chunk
         return Request(key, nonce, ids, begun, held, max(held, cached), num_shared, _NONE, [])
@@ -218,10 +220,10 @@ class DecodeMemory:
         if num_short > 0:
             num_freed = self.table.revoke(num_short, now_s=now_s, all_or_nothing=True)
             self.revoked_tokens += num_freed * self.chunk_tokens
-        if num_missing > pool.num_free_blocks():
-            if own_ids:
-                pool.unpin(own_ids)
-            return False
+            if num_freed < num_short:
+                if own_ids:
+                    pool.unpin(own_ids)
+                return False
         new_ids, seal = pool.take(num_missing)
         request.block_ids = own_ids + new_ids
         request.seals = own_seals + [seal] * num_missing
@@ -230,12 +232,12 @@ class DecodeMemory:
     def end(self, request: Request, ended_by: str, *, now_s: float) -> None:
         """End a request: its blocks become its session's lease; without blocks the lease before stays."""
         key, table = request.key, self.table
-        self.catch_up(now_s)
+        table.catch_up(now_s=now_s)
         self._gaps.ended(key, ended_by, now_s=now_s)
         if request.block_ids:
-            table.finish(request.nonce, request.block_ids, len(request.ids), request.ids, now_s=now_s)
+            is_pinned = table.finish(request.nonce, request.block_ids, len(request.ids), request.ids, now_s=now_s)
             self.pool.unpin(request.block_ids)
-            if table.is_open(request.nonce):
+            if is_pinned:
                 table.settle(request.nonce, len(request.ids), ttl_s=None, now_s=now_s)
             self._blocks[key] = request.block_ids, request.seals
         else:
@@ -244,17 +246,13 @@ class DecodeMemory:
 
     def return_ticket(self, ticket_id: str, *, now_s: float) -> None:
         """Give a ticket back; without effect where its time was over."""
-        self.catch_up(now_s)
+        self.table.catch_up(now_s=now_s)
         self.table.return_ticket(ticket_id, now_s=now_s)
 
     def extend(self, key: Key, ttl_s: float, *, now_s: float) -> None:
         """Keep a session's lease for longer, as its agent asks; without effect where there is none."""
         with suppress(LeaseLost):
             self.table.extend(key, ttl_s, now_s=now_s)
-
-    def catch_up(self, now_s: float) -> None:
-        """Let leases end when they were due, where the table was left alone since: so their time counts as it was."""
-        self.table.catch_up(now_s=now_s)
 
     def forget(self, key: Key, *, now_s: float) -> None:
         """Drop all that is known of a session without an open turn."""
@@ -264,23 +262,21 @@ class DecodeMemory:
         self._blocks.pop(key, None)
         self._used.pop(key, None)
 
-    def _cached(self, key: Key, num_chunks: int, num_leased: int = 0) -> "tuple[array[int], list[object | None]]":
+    def _cached(self, key: Key, num_chunks: int) -> "tuple[array[int], list[object | None]]":
         """Return those of the first blocks of a session's last request that still have what was computed, sealed.
 
         Args:
             key: the session.
             num_chunks: how many of the first blocks are asked for.
-            num_leased: of the first ones, that its lease holds: nobody took them.
         """
         found = self._blocks.get(key)
         if found is None or not num_chunks:
             return _NONE, []
         block_ids, before = found[0][:num_chunks], found[1][:num_chunks]
-        if num_leased < len(block_ids):
-            now = self.pool.seals(block_ids)
-            if now != before:
-                num_intact = next(i for i, pair in enumerate(zip(before, now, strict=True)) if pair[0] is not pair[1])
-                return block_ids[:num_intact], before[:num_intact]
+        now = self.pool.seals(block_ids)
+        if now != before:
+            num_intact = next(i for i, pair in enumerate(zip(before, now, strict=True)) if pair[0] is not pair[1])
+            return block_ids[:num_intact], before[:num_intact]
         return block_ids, before
 
     def _forget_old(self, now_s: float) -> None:

@@ -120,22 +120,15 @@ def estimate_s(way: Way, situation: Situation, rates: "LearnedRates", *, token_b
     """
     if way == "local":
         return situation.decode_wait_s + rates.append_s(situation.new_tokens, num_cached=situation.held_tokens)
-    num_read_back = situation.prompt_tokens if way == "recompute" else situation.new_tokens
-    return (
-        situation.prefill_wait_s
-        + _on_prefill_s(way, situation, rates, token_bytes)
-        + rates.handover_s(round(num_read_back * token_bytes), pair=situation.pair)
-    )
-
-
-def _on_prefill_s(way: Way, situation: Situation, rates: "LearnedRates", token_bytes: float) -> float:
-    """Return the expected seconds of P's part, over what its cache may hold."""
-    missed_s = _found_s(0, way, situation, rates, token_bytes)
+    # P's part is expected over what its cache may hold.
+    on_prefill_s = _found_s(0, way, situation, rates, token_bytes)
     num_cached, share = situation.cached_tokens, situation.cached_share
-    if num_cached <= 0 or not share or way == "recompute":
-        return missed_s
-    num_cached = min(num_cached, situation.prompt_tokens - 1)
-    return share * _found_s(num_cached, way, situation, rates, token_bytes) + (1 - share) * missed_s
+    if num_cached > 0 and share and way != "recompute":
+        found_s = _found_s(min(num_cached, situation.prompt_tokens - 1), way, situation, rates, token_bytes)
+        on_prefill_s = share * found_s + (1 - share) * on_prefill_s
+    num_read_back = situation.prompt_tokens if way == "recompute" else situation.new_tokens
+    handover_s = rates.handover_s(round(num_read_back * token_bytes), pair=situation.pair)
+    return situation.prefill_wait_s + on_prefill_s + handover_s
 
 
 def _found_s(num_found: int, way: Way, situation: Situation, rates: "LearnedRates", token_bytes: float) -> float:

@@ -105,8 +105,9 @@ class CostModel:
             now_s: monotonic seconds.
             ways: that may be taken; where none of them is possible the turn goes `local`.
         """
-        situation = self._situation(start, now_s=now_s)
-        possible = self._possible(start, situation, ways, now_s=now_s)
+        pair = self._first_ready(start.pairs, now_s=now_s)
+        situation = self._situation(start, pair or "", now_s=now_s)
+        possible = self._possible(situation, ways, has_pair=pair is not None)
         estimates_s = {way: self._estimate_s(way, situation) for way in possible}
         choice = self._pick(estimates_s, situation, now_s=now_s)
         self._begin(nonce, start.key, choice, situation, now_s=now_s)
@@ -114,7 +115,7 @@ class CostModel:
 
     def take(self, nonce: str, start: Start, way: Way, *, now_s: float) -> Choice:
         """Note that a turn goes a way that was forced (see `choose`)."""
-        situation = self._situation(start, now_s=now_s)
+        situation = self._situation(start, self._first_ready(start.pairs, now_s=now_s) or "", now_s=now_s)
         choice = Choice(way, {way: self._estimate_s(way, situation)}, "forced")
         self._begin(nonce, start.key, choice, situation, now_s=now_s)
         return choice
@@ -155,8 +156,7 @@ class CostModel:
     def _estimate_s(self, way: Way, situation: Situation) -> float:
         return estimate_s(way, situation, self.rates, token_bytes=self._token_bytes)
 
-    def _situation(self, start: Start, *, now_s: float) -> Situation:
-        pair = self._first_ready(start.pairs, now_s=now_s) or ""
+    def _situation(self, start: Start, pair: str, *, now_s: float) -> Situation:
         peer = self._peers.get(pair, _NEW_PEER)
         last_pair, num_cached = self._prefilled.get(start.key, (pair, 0))
         if last_pair != pair:
@@ -181,9 +181,9 @@ class CostModel:
                 return pair
         return None
 
-    def _possible(self, start: Start, situation: Situation, ways: Collection[Way], *, now_s: float) -> list[Way]:
+    def _possible(self, situation: Situation, ways: Collection[Way], *, has_pair: bool) -> list[Way]:
         possible: list[Way] = ["local"] if "local" in ways else []
-        if self._first_ready(start.pairs, now_s=now_s) is not None:
+        if has_pair:
             if "fetch" in ways and situation.held_tokens >= self._min_fetch_tokens:
                 possible.append("fetch")
             if "prefill" in ways:

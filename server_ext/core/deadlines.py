@@ -51,7 +51,7 @@ class Deadlines(Generic[DatedT]):
         item.is_live = False
         if item.is_scheduled:
             self._num_dead += 1
-            if self._num_dead > max(_MIN_DEAD_TO_TIDY, len(self._heap) // 2):
+            if self._num_dead > _MIN_DEAD_TO_TIDY and self._num_dead > len(self._heap) // 2:
                 self._heap = [place for place in self._heap if place[2].is_live]
                 heapq.heapify(self._heap)
                 self._num_dead = 0

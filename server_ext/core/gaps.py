@@ -143,9 +143,10 @@ class GapModel:
         if session is None or not session.is_away:
             return
         log_gap = math.log(max(now_s - session.seen_s, _MIN_GAP_S))
+        learners = self._learners(session.ended_by)
         # The habit is what the ending, learned over all sessions, does not explain.
-        self._habit(session).learn(log_gap - self._ending(session.ended_by).mean)
-        for learner in self._learners(session.ended_by):
+        self._habit(session).learn(log_gap - learners[-1].mean)
+        for learner in learners:
             learner.learn_gap(log_gap)
             learner.learn_return(returned=True)
         session.seen_s, session.is_away = now_s, False

@@ -132,6 +132,8 @@ class BlockLedger:
 
     def num_affordable(self, tenant: str, block_ids: "array[int]", *, max_leased: int, max_tenant_leased: int) -> int:
         """Return how many of the first `block_ids` could be charged; a leased one costs nothing more."""
+        if not self._counts_tenants and len(block_ids) <= max_leased - self.num_leased_blocks:
+            return len(block_ids)
         leased, by_tenant = self._leased, self._leased_by_tenant.get(tenant, _NO_BLOCKS)
         room, tenant_room = max_leased - self.num_leased_blocks, max_tenant_leased - len(by_tenant)
         if len(block_ids) <= min(room, tenant_room):

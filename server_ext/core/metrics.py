@@ -172,25 +172,25 @@ class Counts:
     """Events since the start, by metric and label values."""
 
     def __init__(self) -> None:
-        self._counts: Counter[tuple[str, ...]] = Counter()
+        self._counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
 
     def add(self, metric: Metric, *labels: str, amount: int = 1) -> None:
         """Count an event."""
-        self._counts[(metric.name, *labels)] += amount
+        self._counts[metric.name, labels] += amount
 
     def get(self, metric: Metric, *labels: str) -> int:
         """Return how often it happened."""
-        return self._counts[(metric.name, *labels)]
+        return self._counts[metric.name, labels]
 
     def snapshot(self) -> Snapshot:
         """Return the counters of `HOME` that have happened or have known series."""
         snapshot: Snapshot = {}
-        for (name, *labels), value in self._counts.items():
-            snapshot.setdefault(name, []).append((labels, float(value)))
+        for (name, labels), value in self._counts.items():
+            snapshot.setdefault(name, []).append((list(labels), float(value)))
         for metric in HOME:
             if metric.kind == "counter":
                 series = snapshot.setdefault(metric.name, [])
-                seen = [labels for labels, _ in series]
+                seen = [one for one, _ in series]
                 series += [(list(known), 0.0) for known in metric.known or ((),) if list(known) not in seen]
         return snapshot
 

@@ -125,8 +125,8 @@ class LearnedRates:
         self._prior = prior = prior if prior is not None else ConstantRates()
         token_s = 1 / prior.prefill_tokens_per_s
         priors = _PREFILL_FIXED_S, token_s, token_s / prior.attention_tokens
-        # Of both engines together: they compute the same model.
-        self._shape = LinearFit(*priors)
+        # Of both engines together: they compute the same model. None when each is known by itself.
+        self._shape: LinearFit | None = LinearFit(*priors)
         self._prefill, self._append = _Computing(priors), _Computing(priors)
         self._pairs: dict[str, _Pair] = {}
         self._default_pair = _Pair(prior)
@@ -198,13 +198,17 @@ class LearnedRates:
 
     def _observe_computing(self, engine: "_Computing", seconds: float, num_tokens: int, num_cached: int) -> None:
         second = num_tokens * (2 * num_cached + num_tokens)
-        self._shape.observe(seconds, num_tokens, second)
         engine.observe(seconds, num_tokens, second)
+        if self._shape is None:
+            return
+        self._shape.observe(seconds, num_tokens, second)
         if not self._append.is_known:
             self._append.read_again(self._shape)
         # Unseen, P stays as fast as the prior has it, so that it is tried.
         if self._prefill.is_observed and not self._prefill.is_known:
             self._prefill.read_again(self._shape)
+        if self._append.is_known and self._prefill.is_known:
+            self._shape = None
 
     def observe_fetch(self, seconds: float, num_bytes: int, *, pair: str = "") -> None:
         """Learn from P's read; a pair's first one has its handshake in it, and says nothing of the next."""

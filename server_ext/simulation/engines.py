@@ -14,8 +14,6 @@ from server_ext.core.routing import Routing
 from .rates import FleetRates
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from server_ext.core.settings import HomeSettings
 
     from .turn import Turn
@@ -136,37 +134,32 @@ class Batch:
         "_factor",
         "_num_joined",
         "_rates",
-        "_step_s",
         "_steps",
         "busy_s",
+        "num_running",
+        "step_s",
     )
 
     def __init__(self, rates: FleetRates) -> None:
         self.busy_s = 0.0
+        self.num_running = 0
+        """Sequences."""
+        self.step_s = 0.0
+        """Seconds of the step that runs; 0 where none does."""
         self._rates = rates
         self._context_tokens = 0
         self._extra_s = 0.0
         self._factor = 1.0
         self._steps = 0.0
         self._at_s = 0.0
-        self._step_s = rates.decode_step_s
         self._num_joined = 0
         self._ends: list[tuple[float, int, int, Turn]] = []
-
-    def __len__(self) -> int:
-        """Return the number of sequences."""
-        return len(self._ends)
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of the step that runs; 0 where none does."""
-        return self._step_s if self._ends else self._extra_s
 
     def advance(self, *, now_s: float) -> None:
         """Count the steps until now."""
         elapsed_s = now_s - self._at_s
         if self._ends:
-            self._steps += elapsed_s / self._step_s
+            self._steps += elapsed_s / self.step_s
         if self._ends or self._extra_s:
             self.busy_s += elapsed_s
         self._at_s = now_s
@@ -187,23 +180,26 @@ class Batch:
         heapq.heappush(self._ends, (self._steps + lag_steps + num_steps, self._num_joined, context_tokens, turn))
         self._context_tokens += context_tokens
         self._change()
-        return now_s + (lag_steps + 1) * self._step_s
+        return now_s + (lag_steps + 1) * self.step_s
 
-    def pop_ended(self, *, now_s: float) -> "Iterator[Turn]":
-        """Remove and yield the sequences that have ended."""
+    def pop_ended(self, *, now_s: float) -> "list[Turn]":
+        """Remove and return the sequences that have ended."""
         self.advance(now_s=now_s)
         # The clock's last digits must not keep a sequence from ending.
         reached = self._steps + 1e-6
+        ended = []
         while self._ends and self._ends[0][0] <= reached:
             _, _, context_tokens, turn = heapq.heappop(self._ends)
             self._context_tokens -= context_tokens
+            ended.append(turn)
+        if ended:
             self._change()
-            yield turn
+        return ended
 
     def next_end_s(self) -> float:
         """Return when the next sequence ends if nothing changes; there must be one."""
         left = self._ends[0][0] - self._steps
-        return self._at_s + left * self._step_s if left > 0.0 else self._at_s
+        return self._at_s + left * self.step_s if left > 0.0 else self._at_s
 
     def slow(self, extra_s: float, *, now_s: float) -> None:
         """Let every step take so much longer from now on: it prefills a chunk too."""
@@ -219,10 +215,11 @@ class Batch:
             self._change()
 
     def _change(self) -> None:
-        num = len(self._ends)
+        num = self.num_running = len(self._ends)
+        self.step_s = self._extra_s
         if num:
             alone_s = self._rates.step_s(num, self._context_tokens)
-            self._step_s = alone_s * self._factor + self._extra_s
+            self.step_s = alone_s * self._factor + self._extra_s
 
 
 class DecodeEngine:
@@ -234,11 +231,11 @@ class DecodeEngine:
 
     def __init__(self, memory: DecodeMemory, rates: FleetRates, settings: "HomeSettings") -> None:
         self.memory = memory
-        self.batch = Batch(rates)
+        batch = self.batch = Batch(rates)
         # As the server: it knows the model's shape, and learns everything else.
         self.learned = LearnedRates(ConstantRates(attention_tokens=rates.attention_tokens))
         self.routing = Routing(
-            self.learned, settings, token_bytes=rates.kv_bytes_per_token, count_running=self.batch.__len__
+            self.learned, settings, token_bytes=rates.kv_bytes_per_token, count_running=lambda: batch.num_running
         )
         self.inbound, self.outbound = Port(), Port()
         self.neighbour: PrefillEngine | None = None

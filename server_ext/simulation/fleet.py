@@ -127,18 +127,18 @@ class Fleet:
             self._recorder.refuse("over_context")
             return
         turn.prefill = self._choose() if self.prefills else None
-        self._look_up(turn, str(self._num_turns))
+        self._look_up(turn, str(self._num_turns), now_s=now_s)
         ready_s = now_s + self._rates.control_s + self._rates.control_steps * home.batch.step_s
         turn.idle_s = self._rates.control_s
         if turn.way == "local":
             turn.cached_tokens = turn.request.cached_tokens
             self._clock.after(ready_s - now_s, self._arrived, turn)
         else:
-            self._to_prefill(turn, ready_s)
+            self._to_prefill(turn, ready_s, now_s=now_s)
 
-    def _look_up(self, turn: Turn, nonce: str) -> None:
+    def _look_up(self, turn: Turn, nonce: str, *, now_s: float) -> None:
         """Ask the home for the lease, and for the way where it chooses."""
-        now_s, session = self._clock.now_s, turn.session
+        session = turn.session
         home, want_ticket, routed = session.home, turn.way == "fetch", None
         if self._route == "auto":
             pairs = (turn.prefill.name,) if turn.prefill is not None else ()
@@ -161,8 +161,8 @@ class Fleet:
 
     # ---------------------------------------------------------------- on P
 
-    def _to_prefill(self, turn: Turn, ready_s: float) -> None:
-        now_s, rates, home = self._clock.now_s, self._rates, turn.session.home
+    def _to_prefill(self, turn: Turn, ready_s: float, *, now_s: float) -> None:
+        rates, home = self._rates, turn.session.home
         prefill = turn.prefill
         assert prefill is not None  # noqa: S101 (only with prefill engines does a turn go here)
         held, begun = turn.request.held_tokens, turn.request.begun
@@ -195,30 +195,30 @@ class Fleet:
 
     def _ready(self, turn: Turn) -> None:
         """Put a prompt into P's queue: what is fetched for it is there."""
-        prefill = turn.prefill
+        now_s, prefill = self._clock.now_s, turn.prefill
         assert prefill is not None  # noqa: S101 (as above)
         turn.compute_s = self._rates.prefill_s(turn.prompt_tokens, turn.cached_tokens + turn.fetched_tokens)
         turn.idle_s += turn.compute_s
-        prefill.add(turn, now_s=self._clock.now_s)
+        prefill.add(turn, now_s=now_s)
         if len(prefill.queue) == 1:
-            self._wake_prefill(prefill)
-            self._share(prefill, prefill.neighbour)
+            self._wake_prefill(prefill, now_s=now_s)
+            self._share(prefill, prefill.neighbour, now_s=now_s)
 
-    def _wake_prefill(self, prefill: PrefillEngine) -> None:
+    def _wake_prefill(self, prefill: PrefillEngine, *, now_s: float) -> None:
         """See to it that P is looked at when its prompt is computed; what was foreseen before no longer counts."""
         prefill.num_changes += 1
-        delay_s = max(0.0, prefill.next_end_s() - self._clock.now_s)
+        delay_s = max(0.0, prefill.next_end_s() - now_s)
         self._clock.after(delay_s, self._computed, (prefill, prefill.num_changes))
 
-    def _share(self, prefill: PrefillEngine | None, home: DecodeEngine | None) -> None:
+    def _share(self, prefill: PrefillEngine | None, home: DecodeEngine | None, *, now_s: float) -> None:
         """Let two engines on one machine take each other's time."""
         if prefill is None or home is None:
             return
-        now_s, rates = self._clock.now_s, self._rates
+        rates = self._rates
         home.batch.stretch(rates.decode_slowdown if prefill.queue else 1.0, now_s=now_s)
-        self._wake(home)
-        if prefill.set_speed(1 / rates.prefill_slowdown if len(home.batch) else 1.0, now_s=now_s):
-            self._wake_prefill(prefill)
+        self._wake(home, now_s=now_s)
+        if prefill.set_speed(1 / rates.prefill_slowdown if home.batch.num_running else 1.0, now_s=now_s):
+            self._wake_prefill(prefill, now_s=now_s)
 
     def _computed(self, foreseen: tuple[PrefillEngine, int]) -> None:
         """Give the ticket back, and hand over what D has not."""
@@ -229,16 +229,16 @@ class Fleet:
         turn = prefill.pop(now_s=now_s)
         home = turn.session.home
         if prefill.queue:
-            self._wake_prefill(prefill)
+            self._wake_prefill(prefill, now_s=now_s)
         else:
-            self._share(prefill, prefill.neighbour)
+            self._share(prefill, prefill.neighbour, now_s=now_s)
         turn.answered_s = now_s
         if turn.way != "recompute":
             prefill.cache(turn.session.number, turn.prompt_tokens)
         if turn.request.begun.ticket is not None:
             home.memory.return_ticket(turn.request.begun.ticket.ticket_id, now_s=now_s)
             if home.waiting:
-                self._admit(home)
+                self._admit(home, now_s=now_s)
         # What is computed again carries a salt of its own, also on D.
         cached = 0 if turn.way == "recompute" else turn.request.cached_tokens
         duration_s = (turn.prompt_tokens - cached) * rates.handover_s_per_token
@@ -252,15 +252,15 @@ class Fleet:
     def _arrived(self, turn: Turn) -> None:
         home = turn.session.home
         home.waiting.append(turn)
-        self._admit(home)
+        self._admit(home, now_s=self._clock.now_s)
 
-    def _admit(self, home: DecodeEngine) -> None:
+    def _admit(self, home: DecodeEngine, *, now_s: float) -> None:
         """Give blocks to what waits for them, in order."""
-        now_s, waiting = self._clock.now_s, home.waiting
+        waiting = home.waiting
         while waiting:
             turn = waiting[0]
             if not home.memory.admit(turn.request, now_s=now_s):
-                if not self._can_change(home):
+                if not self._can_change(home, now_s=now_s):
                     waiting.popleft()
                     self._recorder.refuse("no_room")
                     home.memory.end(turn.request, "stop", now_s=now_s)
@@ -270,19 +270,19 @@ class Fleet:
             if turn.way == "local":
                 home.computing.append(turn)
                 if len(home.computing) == 1:
-                    self._compute_here(home)
+                    self._compute_here(home, now_s=now_s)
             else:
-                self._decode(home, turn, num_done=0, lag_steps=self._rates.handover_steps)
-        self._wake(home)
+                self._decode(home, turn, num_done=0, lag_steps=self._rates.handover_steps, now_s=now_s)
+        self._wake(home, now_s=now_s)
 
-    def _can_change(self, home: DecodeEngine) -> bool:
+    def _can_change(self, home: DecodeEngine, *, now_s: float) -> bool:
         """Tell whether something holds blocks that will give them back."""
-        pool = home.memory.table.pool(now_s=self._clock.now_s)
-        return bool(len(home.batch) or home.computing or pool.pending_ticket_blocks)
+        pool = home.memory.table.pool(now_s=now_s)
+        return bool(home.batch.num_running or home.computing or pool.pending_ticket_blocks)
 
-    def _compute_here(self, home: DecodeEngine) -> None:
+    def _compute_here(self, home: DecodeEngine, *, now_s: float) -> None:
         """Prefill the first of the queue on D, in chunks that share their steps with what decodes."""
-        turn, now_s = home.computing[0], self._clock.now_s
+        turn = home.computing[0]
         num_new = turn.prompt_tokens - turn.cached_tokens
         turn.compute_s = self._rates.prefill_s(turn.prompt_tokens, turn.cached_tokens)
         turn.idle_s += turn.compute_s
@@ -293,32 +293,30 @@ class Fleet:
         self._clock.after(duration_s, self._computed_here, home)
 
     def _computed_here(self, home: DecodeEngine) -> None:
-        turn = home.computing.popleft()
-        home.batch.slow(0.0, now_s=self._clock.now_s)
+        now_s, turn = self._clock.now_s, home.computing.popleft()
+        home.batch.slow(0.0, now_s=now_s)
         # The last chunk's step has made the first token.
-        self._decode(home, turn, num_done=1, lag_steps=0.0)
-        turn.first_token_s = self._clock.now_s
+        self._decode(home, turn, num_done=1, lag_steps=0.0, now_s=now_s)
+        turn.first_token_s = now_s
         if home.computing:
-            self._compute_here(home)
-        self._wake(home)
+            self._compute_here(home, now_s=now_s)
+        self._wake(home, now_s=now_s)
 
-    def _decode(self, home: DecodeEngine, turn: Turn, *, num_done: int, lag_steps: float) -> None:
+    def _decode(self, home: DecodeEngine, turn: Turn, *, num_done: int, lag_steps: float, now_s: float) -> None:
         num_steps = turn.plan.output_tokens - num_done
         context_tokens = turn.prompt_tokens + turn.plan.output_tokens // 2
-        turn.first_token_s = home.batch.join(
-            turn, num_steps, context_tokens, lag_steps=lag_steps, now_s=self._clock.now_s
-        )
-        self._share(home.neighbour, home)
+        turn.first_token_s = home.batch.join(turn, num_steps, context_tokens, lag_steps=lag_steps, now_s=now_s)
+        self._share(home.neighbour, home, now_s=now_s)
         self._observe_step(home, 0)
 
     def _observe_step(self, home: DecodeEngine, num_prompt_tokens: int) -> None:
-        if self._route == "auto" and (num_decodes := len(home.batch)):
-            home.learned.observe_step(home.batch.step_s, num_decodes=num_decodes, num_prompt_tokens=num_prompt_tokens)
+        batch = home.batch
+        if self._route == "auto" and batch.num_running:
+            home.learned.observe_step(batch.step_s, num_decodes=batch.num_running, num_prompt_tokens=num_prompt_tokens)
 
-    def _wake(self, home: DecodeEngine) -> None:
+    def _wake(self, home: DecodeEngine, *, now_s: float) -> None:
         """See to it that the batch is looked at when its next sequence ends, at the latest."""
-        if len(home.batch):
-            now_s = self._clock.now_s
+        if home.batch.num_running:
             at_s = max(home.batch.next_end_s(), now_s)
             if at_s < home.wake_s:
                 home.wake_s = at_s
@@ -330,17 +328,17 @@ class Fleet:
         if home.wake_s > now_s:
             return
         home.wake_s = _NEVER
-        for turn in list(home.batch.pop_ended(now_s=now_s)):
-            self._end(home, turn)
+        for turn in home.batch.pop_ended(now_s=now_s):
+            self._end(home, turn, now_s=now_s)
         if home.waiting:
-            self._admit(home)
+            self._admit(home, now_s=now_s)
         else:
-            self._wake(home)
-        self._share(home.neighbour, home)
+            self._wake(home, now_s=now_s)
+        self._share(home.neighbour, home, now_s=now_s)
 
-    def _end(self, home: DecodeEngine, turn: Turn) -> None:
+    def _end(self, home: DecodeEngine, turn: Turn, *, now_s: float) -> None:
         """Make the turn's blocks the lease, and come back after the gap."""
-        now_s, session = self._clock.now_s, turn.session
+        session = turn.session
         turns = session.plan.turns
         following = turns[session.next_turn] if session.next_turn < len(turns) else None
         calls_tool = following is not None and following.after_tool

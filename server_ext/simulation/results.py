@@ -234,7 +234,7 @@ def _pinned_byte_s(config: "FleetConfig", decodes: "Sequence[DecodeEngine]", end
     end_s += config.settings.max_ttl_s
     total = 0.0
     for home in decodes:
-        home.memory.catch_up(end_s)
+        home.memory.table.catch_up(now_s=end_s)
         found = home.memory.table.snapshot(now_s=end_s, block_bytes=block_bytes)[metrics.PINNED.name]
         total += sum(value for labels, value in found if "lease" in labels)
     return total
