@@ -47,6 +47,7 @@ IN_FLIGHT = "tests/scheduler/test_steps_in_flight.py"
 LOST_IN_SCHEDULER = "tests/scheduler/test_lost_leases_in_the_scheduler.py"
 READS = "tests/scheduler/test_reads_in_the_scheduler.py"
 STARTUP = "tests/scheduler/test_startup.py"
+WEIGHTS_AND_SLEEP = "tests/scheduler/test_weights_and_sleep.py"
 
 
 @dataclass(frozen=True)
@@ -329,6 +330,50 @@ MUTANTS = (
         "        self._held.lost.clear()\n",
         "",
         (f"{LOST}::test_a_reset_leaves_nothing_to_regain",),
+    ),
+    # A reset, sleep and new weights: nothing is held any more, and nothing is taken from a reader.
+    Mutant(
+        "server_ext/engine/decode.py",
+        "if self._home.leases.has_tickets(now_s=now_s):",
+        "if False:",
+        (
+            f"{IN_SCHEDULER}::test_a_cache_reset_waits_for_readers",
+            f"{WEIGHTS_AND_SLEEP}::test_sleep_while_a_reader_reads",
+        ),
+    ),
+    Mutant(
+        "server_ext/engine/decode.py",
+        '        self._home.leases.release_all("reset", now_s=now_s)\n',
+        "",
+        (
+            f"{IN_SCHEDULER}::test_a_cache_reset_releases_all_leases_first",
+            f"{WEIGHTS_AND_SLEEP}::test_sleep_releases_all_leases_first",
+            "tests/engine/test_memory.py::test_a_reset_of_the_prefix_cache_releases_all_leases",
+        ),
+    ),
+    Mutant(
+        "server_ext/core/revocation.py",
+        "        for key in list(self._held.leases):\n",
+        "        for key in [] if self._held.tickets else list(self._held.leases):\n",
+        (
+            f"{LEASES}::test_release_all_takes_every_lease_and_pin_and_leaves_the_tickets",
+            f"{IN_SCHEDULER}::test_new_weights_while_a_reader_reads",
+        ),
+    ),
+    Mutant(
+        "server_ext/engine/compat.py",
+        "            on_weight_version(weight_version)\n",
+        "            pass\n",
+        (
+            f"{WEIGHTS_AND_SLEEP}::test_the_engine_tells_d_of_new_weights",
+            f"{WEIGHTS_AND_SLEEP}::test_the_engine_tells_p_of_new_weights",
+        ),
+    ),
+    Mutant(
+        "server_ext/engine/compat.py",
+        "if on_weight_version is not None:",
+        "if True:",
+        (f"{WEIGHTS_AND_SLEEP}::test_a_stock_engine_takes_new_weights",),
     ),
     # Start-up.
     Mutant(
