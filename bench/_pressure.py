@@ -132,16 +132,22 @@ def _came(outcome: str, reason: str | None) -> str:
 
 
 def _of_engine(cells: Sequence[Cell]) -> dict[str, Any]:
-    def grown(name: str, **labels: str) -> int:
-        return round(sum(cell.after.get(name, **labels) - cell.before.get(name, **labels) for cell in cells))
+    # Stock engines have no leases, and count none; on ours whatever is not served is an error.
+    with_leases = [cell for cell in cells if cell.arm == BIDIKV]
+
+    def grown(name: str, *, of: Sequence[Cell] = with_leases, **labels: str) -> int:
+        return round(sum(cell.after.get(name, **labels) - cell.before.get(name, **labels) for cell in of))
 
     def grown_by_reason(name: str) -> dict[str, int]:
-        reasons = {reason for cell in cells for reason in cell.after.by(name, "reason")}
-        return {reason: grown(name, reason=reason) for reason in sorted(reasons)}
+        total: Counter[str] = Counter()
+        for cell in with_leases:
+            total.update(cell.after.by(name, "reason"))
+            total.subtract(cell.before.by(name, "reason"))
+        return {reason: round(number) for reason, number in sorted(total.items())}
 
     shed = {kind: grown_by_reason(f"bidikv_lease_{kind}_total") for kind in ("revocations", "clips", "rejections")}
     return {
-        "preemptions": grown("vllm:num_preemptions_total"),
+        "preemptions": grown("vllm:num_preemptions_total", of=cells),
         "leases_granted": grown("bidikv_lease_grants_total"),
         "leases_shed": {kind: reasons for kind, reasons in shed.items() if reasons},
         "revoked_blocks": grown("bidikv_revoked_blocks_total"),

@@ -443,6 +443,25 @@ MUTANTS = (
         "",
         ("tests/http/test_metrics.py::test_a_turn_is_counted_by_its_outcome",),
     ),
+    # Numbers: what is not counted is not zero.
+    Mutant(
+        "tests/engine/common.py",
+        "    if not values:\n",
+        "    if False:\n",
+        ("tests/bench/test_soak.py::test_what_an_engine_does_not_count_is_not_zero",),
+    ),
+    Mutant(
+        "bench/_pressure_arms.py",
+        "        if not values:\n",
+        "        if False:\n",
+        ("tests/bench/test_pressure.py::test_what_our_engines_do_not_count_is_not_zero",),
+    ),
+    Mutant(
+        "server_ext/core/metrics.py",
+        "series += [(list(known), 0.0) for known in metric.known or ((),) if list(known) not in seen]",
+        "pass",
+        ("tests/engine/test_metrics.py::test_an_idle_engine_that_holds_a_lease_serves_every_metric",),
+    ),
     Mutant(
         "bidikv_sdk/_keeper.py",
         "self._due_s = started_s + self._interval_s",
