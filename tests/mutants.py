@@ -443,7 +443,19 @@ MUTANTS = (
         "",
         ("tests/http/test_metrics.py::test_a_turn_is_counted_by_its_outcome",),
     ),
-    # Numbers: what is not counted is not zero.
+    # Numbers and lines: what is not counted is not zero, and what happens to a pin is told.
+    Mutant(
+        "server_ext/core/holdings.py",
+        '            log_transition("drop pin", turn.key, num_blocks=len(turn.pin.block_ids), reason=reason)\n',
+        "",
+        ("tests/core/test_journal.py::test_what_becomes_of_a_pin_is_logged_too",),
+    ),
+    Mutant(
+        "server_ext/core/holdings.py",
+        '            log_transition("clip pin", lease.key, num_blocks=num_kept, reason="lease_revoked")\n',
+        "",
+        ("tests/core/test_journal.py::test_what_becomes_of_a_pin_is_logged_too",),
+    ),
     Mutant(
         "tests/engine/common.py",
         "    if not values:\n",
