@@ -1,5 +1,7 @@
 import asyncio
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 
@@ -320,7 +322,7 @@ def test_a_good_run_meets_all_bars():
         ({"preemptions": 1}, "preemptions, beyond those without leases"),
         ({"itl_p95_ms_of_rounds": [110.2]}, "others' inter-token p95, of that without leases"),
         ({"itl_p95_ms_of_rounds": [None]}, "others' inter-token p95, of that without leases"),
-        ({"leases_shed": {"clips": {"over_budget": 0}}}, "leases shed and counted"),
+        ({"revoked_blocks": 0}, "blocks that leases gave up for requests"),
         ({"others_unanswered": 1}, "not answered (deadlock)"),
         ({"turns_unanswered": 1}, "not answered (deadlock)"),
         ({"errors": 1}, "errors"),
@@ -353,6 +355,30 @@ def test_the_page_shows_every_arm_that_ran_and_what_was_missed():
     assert f"| `{STOCK}` | 100" not in text
     assert "| 200 %: wrong tokens | 5 | at most 0 | **missed** |" in text
     assert "shed: revocations 3 (`lease_revoked`)" in text
+
+
+def test_the_page_shows_every_rounds_ratio_and_that_of_all_together():
+    """The bar is the median of the rounds; whoever doubts it sees what was left out."""
+    rounds = {"itl_p95_ms_of_rounds": [300.0, 105.0, 90.0], "itl_p95_ms": 120.0}
+    text = page(make_report(ours=[make_cell(BIDIKV)] * 3, without=[make_cell(NO_LEASES, revoked=0)] * 3, **rounds))
+    assert "3.000, 1.050, 0.900 in the rounds, median 1.050; of all rounds together 1.200." in text
+    text = page(make_report(itl_p95_ms_of_rounds=[None], itl_p95_ms=None))
+    assert "inf in the rounds, median inf; of all rounds together inf." in text
+
+
+def test_a_grant_that_the_budget_cut_is_no_lease_that_gave_way():
+    """Clips over the budget alone do not meet the bar."""
+    report = make_report(revoked_blocks=0, leases_shed={"clips": {"over_budget": 100}})
+    assert missed(report) == ["blocks that leases gave up for requests"]
+
+
+def test_the_documentation_is_that_of_its_numbers():
+    """`docs/pressure.md` and the bars of `docs/pressure.json` are what this program makes of the file's numbers."""
+    docs = Path(__file__).parents[2] / "docs"
+    content = json.loads((docs / "pressure.json").read_text("utf-8"))
+    report = Report.from_json(content)
+    assert report.to_json() == content
+    assert page(report) == (docs / "pressure.md").read_text("utf-8")
 
 
 # ---------------------------------------------------------------- right answers
