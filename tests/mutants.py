@@ -148,6 +148,7 @@ MUTANTS = (
         (
             f"{READS}::test_a_failed_read_is_computed_and_never_asked_for_again",
             f"{READS}::test_a_preempted_reader_computes",
+            f"{IN_FLIGHT}::test_p_reads_a_ticket_under_async_scheduling",
         ),
     ),
     Mutant(
@@ -236,6 +237,7 @@ MUTANTS = (
         "while False:",
         (
             f"{IN_SCHEDULER}::test_a_running_request_takes_a_leased_block_instead_of_being_preempted",
+            f"{IN_FLIGHT}::test_a_running_request_takes_a_leased_block_with_a_step_in_flight",
             f"{IN_SCHEDULER}::test_a_new_request_is_admitted_in_the_same_step_as_on_an_empty_pool",
             "tests/engine/test_memory.py::test_a_plain_request_gets_its_blocks_from_leases",
         ),
