@@ -59,13 +59,26 @@ class Samples:
                 self._values.setdefault(sample.name, []).append((sample.labels, sample.value))
 
     def get(self, name: str, **labels: str) -> float:
-        """Return a metric, summed over all series that have these labels; 0 where there is none."""
-        return sum(value for found, value in self._values.get(name, []) if labels.items() <= found.items())
+        """Return a metric, summed over all series that have these labels.
+
+        Raises:
+            LookupError: there is none: what is not counted must not read as a zero.
+        """
+        values = [value for found, value in self._values.get(name, []) if labels.items() <= found.items()]
+        if not values:
+            msg = f"no metric {name} with the labels {labels} is served"
+            raise LookupError(msg)
+        return sum(values)
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """Return a metric by the values of one label."""
+        """Return a metric by the values of one label; a value that never occurred may be missing.
+
+        Raises:
+            LookupError: there is no such metric.
+        """
+        self.get(name)
         totals: dict[str, float] = {}
-        for found, value in self._values.get(name, []):
+        for found, value in self._values[name]:
             totals[found[label]] = totals.get(found[label], 0.0) + value
         return totals
 
@@ -188,6 +201,9 @@ class Arm(Protocol):
     def num_held_blocks(self, samples: Samples) -> int:
         """Return how many of D's blocks are held between turns, given a scrape of now."""
 
+    def num_ticketed_blocks(self, samples: Samples) -> int:
+        """Return how many of D's blocks open tickets hold, given a scrape of now."""
+
 
 class BidiKVArm:
     """Our stack: the session's turns at its home, by plain HTTP."""
@@ -247,6 +263,10 @@ class BidiKVArm:
         """See `Arm`."""
         return int(samples.get("bidikv_blocks", state="leased") + samples.get("bidikv_blocks", state="provisional"))
 
+    def num_ticketed_blocks(self, samples: Samples) -> int:
+        """See `Arm`."""
+        return int(samples.get("bidikv_blocks", state="ticketed"))
+
 
 class StockArm:
     """A stock pair behind the benchmark's proxy."""
@@ -280,6 +300,10 @@ class StockArm:
     def num_held_blocks(self, samples: Samples) -> int:  # noqa: ARG002
         """See `Arm`."""
         return self.proxy.handles.num_held_blocks(now_s=time.monotonic())
+
+    def num_ticketed_blocks(self, samples: Samples) -> int:  # noqa: ARG002
+        """See `Arm`: stock engines know no tickets."""
+        return 0
 
 
 def our_config(folder: Path, ttl_s: int) -> StackConfig:

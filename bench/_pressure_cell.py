@@ -197,7 +197,10 @@ async def measure(
     await agents.run(arrivals(slots, pace), start_s, last_s)
     asked_by_others = await asyncio.wrap_future(asking)
     watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
+    (ended,) = await asyncio.gather(watching, return_exceptions=True)
+    # A scrape may fail under such a load; but one that lacks a metric would leave a peak of 0, which says something.
+    if isinstance(ended, LookupError):
+        raise ended
     blocks_left = await arm.pair.rest() if comes_to_rest else None
     after = await arm.pair.samples()
     return Cell(
@@ -209,6 +212,6 @@ async def _watch(arm: Arm, peaks: Peaks) -> None:
     while True:
         samples = await arm.pair.samples()
         peaks.held = max(peaks.held, arm.num_held_blocks(samples))
-        peaks.ticketed = max(peaks.ticketed, int(samples.get("bidikv_blocks", state="ticketed")))
+        peaks.ticketed = max(peaks.ticketed, arm.num_ticketed_blocks(samples))
         peaks.used = max(peaks.used, samples.get("vllm:kv_cache_usage_perc"))
         await asyncio.sleep(_POLL_S)

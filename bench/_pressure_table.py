@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from bench._pressure import ARMS
+from bench._pressure import ARMS, BIDIKV, NO_LEASES, itl_ratio, itl_ratios, pooled_itl_ratio
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,8 +40,11 @@ start, and the same load, drawn from seeds:
 
 Each measurement takes {seconds:g} s, and {grace:g} s more for what is still running. `no_leases` and `bidikv`
 take turns, {rounds} rounds each, while the engines of the other one are frozen; inter-token times in the tables are of
-all rounds together, the first two seconds left out, and the bar is for the median of the rounds' ratios. The stock arms
-run once per load, each time on new engines, for nothing but their end gives back what D holds for eight minutes. A
+all rounds together, the first two seconds left out. The bar is for the median of the rounds' ratios: within a round
+the two arms were measured right after each other, and what disturbs the machine for a while falls on one of them in
+one round, where it moves the percentile of all rounds together as a real cost would; what leases cost is in every
+round. All of these ratios stand below each table. The stock arms run once per load, each time on new engines, for
+nothing but their end gives back what D holds for eight minutes. A
 lease lives as long as 60 turns take to come, here {ttl_s} s, in place of 60 s at the gaps of real agents. The hold time
 at the default stays 480 s.
 
@@ -94,7 +97,13 @@ def page(report: Report) -> str:
     )
     parts = [head]
     for percent, arms in report.load.items():
-        parts += [f"\n### {percent} % of the pool\n", _table(arms), _leases(arms["bidikv"]), _outcomes(arms)]
+        parts += [
+            f"\n### {percent} % of the pool\n",
+            _table(arms),
+            _ratios(arms),
+            _leases(arms[BIDIKV]),
+            _outcomes(arms),
+        ]
     return "\n".join([*parts, "## The bars\n", *_bars(report)]) + "\n"
 
 
@@ -114,6 +123,15 @@ def _cell(value: Any, form: str) -> str:
     return "-" if value is None else form.format(value)
 
 
+def _ratios(arms: Mapping[str, Mapping[str, Any]]) -> str:
+    ours, without = arms[BIDIKV], arms[NO_LEASES]
+    rounds = ", ".join(f"{ratio:.3f}" for ratio in itl_ratios(ours, without))
+    return (
+        f"\nITL p95 of `{BIDIKV}`, of that of `{NO_LEASES}`: {rounds} in the rounds, "
+        f"median {itl_ratio(ours, without):.3f}; of all rounds together {pooled_itl_ratio(ours, without):.3f}."
+    )
+
+
 def _leases(ours: Mapping[str, Any]) -> str:
     shed = ", ".join(
         f"{kind} {number} (`{reason}`)"
@@ -129,7 +147,7 @@ def _leases(ours: Mapping[str, Any]) -> str:
 
 
 def _outcomes(arms: Mapping[str, Mapping[str, Any]]) -> str:
-    came = ", ".join(f"{number} {name}" for name, number in arms["bidikv"]["outcomes"].items())
+    came = ", ".join(f"{number} {name}" for name, number in arms[BIDIKV]["outcomes"].items())
     return f"Our turns: {came}.\n"
 
 

@@ -1,6 +1,7 @@
 """What the lease table costs with 1,000 leases of 4,096 tokens: `python bench/lease_table.py`.
 
-Prints a table, writes `out/lease_table.json`, and exits with 1 where a bar is missed. The verbs run on a pool that
+Prints a table, writes `out/lease_table.json` (with `--doc` also `docs/lease-table.md`), and exits with 1 where a bar is
+missed. The verbs run on a pool that
 only counts, so that the table alone is timed; the last rows are vLLM's own block pool, without an engine. All is
 measured several times over, and each row is the median of its quietest run, as Python's own `timeit` advises: what
 makes a run slower is other work on the machine, and that comes and goes within seconds.
@@ -8,6 +9,7 @@ makes a run slower is other work on the machine, and that comes and goes within 
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -27,6 +29,7 @@ from server_ext.core.cost_model import CostModel
 from server_ext.core.home import Home
 from server_ext.core.rates import LearnedRates
 from server_ext.core.settings import HomeSettings
+from server_ext.core.steps import StepWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +43,10 @@ NUM_POOL_BLOCKS: Final = 1000
 NUM_REPEATS: Final = 100
 NUM_RUNS: Final = 7
 REVOKED_BLOCKS: Final = 16
+NUM_RUNNING: Final = 256
+"""Requests in a step, vLLM's default `max_num_seqs` on most machines; one of them is a piece of a prompt."""
 OUT: Final = Path("out/lease_table.json")
+DOC: Final = Path("docs/lease-table.md")
 
 BARS_US: Final[Mapping[str, float]] = {
     "begin": 50,
@@ -120,10 +126,25 @@ def make_home(block_size: int) -> Home:
     )
 
 
+def make_step(home: Home) -> Callable[[float], None]:
+    """Return all that D's connector does in a step (`engine.decode`'s `build_connector_meta`), at a given time."""
+    steps = StepWatch(LearnedRates())
+    num_tokens = {f"chatcmpl-{i}": 1 for i in range(NUM_RUNNING - 1)} | {"prompt": 256}
+
+    def step(now_s: float) -> None:
+        steps.scheduled(num_tokens, now_s=now_s)
+        home.sweep(now_s=now_s)
+
+    return step
+
+
 def measure_table(block_size: int) -> dict[str, float]:
-    """Return the p50 of each verb in microseconds: a first and a second turn of every session, and its end."""
+    """Return the p50 of each verb in microseconds: a first and a second turn of every session, and its end.
+
+    Every second session ends by a release, the others by their time.
+    """
     watch, home = Stopwatch(), make_home(block_size)
-    table = home.leases
+    table, step = home.leases, make_step(home)
     num_turn_blocks = (LEASE_TOKENS + TURN_TOKENS) // block_size + 1
     keys = [("tenant", f"session-{i}") for i in range(NUM_LEASES)]
     ids = [array("i", range(i, i + LEASE_TOKENS + TURN_TOKENS)) for i in range(NUM_LEASES)]
@@ -146,8 +167,9 @@ def measure_table(block_size: int) -> dict[str, float]:
         now_s += 1e-3
         watch.time("extend", table.extend, key, 60.0, now_s=now_s)
         watch.time("idle sweep", table.sweep, now_s=now_s)
-        watch.time("scheduler step", home.sweep, now_s=now_s)
+        watch.time("scheduler step", step, now_s)
     for index in range(NUM_LEASES):
+        now_s += 1e-3
         run_turn(index, LEASE_TOKENS + TURN_TOKENS, ("begin", "finish", "settle"))
     for index, key in enumerate(keys):
         home._gaps.ended(key, "tool:bash" if index % 7 else "stop", now_s=now_s + index / 100)  # noqa: SLF001
@@ -157,8 +179,11 @@ def measure_table(block_size: int) -> dict[str, float]:
         watch.time("scrape", home.metrics, now_s=now_s)
         watch.time("revoke, first", table.revoke, REVOKED_BLOCKS, now_s=now_s, all_or_nothing=True)
         watch.time("revoke, again", table.revoke, REVOKED_BLOCKS, now_s=now_s, all_or_nothing=True)
-    for key in keys:
+    for key in keys[::2]:
         watch.time("release", table.release, key, now_s=now_s)
+    for key in keys[1::2]:
+        now_s += table.info(key, now_s=now_s).remaining_s
+        watch.time("step, one expires", step, now_s)
     return watch.p50_us()
 
 
@@ -212,20 +237,67 @@ def measure() -> dict[str, dict[str, float]]:
     return {title: {name: min(run[title][name] for run in runs) for name in row} for title, row in runs[0].items()}
 
 
+def is_missed(name: str, p50_us: float) -> bool:
+    """Return whether a row is above its bar; False where it has none."""
+    return p50_us > BARS_US.get(name, float("inf"))
+
+
+_HEAD: Final = """\
+# What the lease table costs
+
+Written by `python bench/lease_table.py --doc` on {cpu} (Python {python}, vLLM {vllm}). All of this happens on D's
+scheduler thread, between or within its steps, with {num_leases:,} leases of {lease_tokens:,} tokens that then grow by
+{turn_tokens}, the median turn of recorded coding agents. Each number is a median in microseconds, of the quietest of
+{num_runs} runs. The verbs run on a pool that only counts; the last table is vLLM's own block pool, without an engine.
+
+`grant` ends a session's first turn and `settle` every later one. `scheduler step` is all that our connector adds to a
+step of D: noting its time and {num_running} requests, and looking for what is due; in `step, one expires` a lease is.
+Rows without a limit are for information. `revoke` takes {revoked_blocks} blocks within an allocation that would fail
+without them, and orders all {num_leases:,} leases by what they are worth for that, `first` when that must be computed
+anew: a step that has to do so is longer by as much.
+"""
+
+
+def page(rows: Mapping[str, Mapping[str, float]], installed: Mapping[str, str]) -> str:
+    """Return the page of the documentation."""
+    head = _HEAD.format(
+        **installed,
+        num_leases=NUM_LEASES,
+        lease_tokens=LEASE_TOKENS,
+        turn_tokens=TURN_TOKENS,
+        num_runs=NUM_RUNS,
+        num_running=NUM_RUNNING,
+        revoked_blocks=REVOKED_BLOCKS,
+    )
+    lines = [head]
+    for title, row in rows.items():
+        lines += [f"**{title}**\n", "| | p50, us | at most | |", "|---|---:|---:|---|"]
+        for name, p50_us in row.items():
+            found = "**missed**" if is_missed(name, p50_us) else "met"
+            lines.append(
+                f"| {name} | {p50_us:.1f} | " + (f"{BARS_US[name]:.0f} | {found} |" if name in BARS_US else "| |")
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
 def main() -> int:
     """Measure, print, write; return the exit status."""
-    rows = measure()
-    missed = []
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--doc", action="store_true", help=f"write {DOC} as well")
+    args = parser.parse_args()
+    rows, installed = measure(), versions()
+    missed = [f"{title}: {name}" for title, row in rows.items() for name in row if is_missed(name, row[name])]
     for title, row in rows.items():
         print(f"\n{title}\n{'':2}{'':18}{'p50 us':>8}{'at most':>9}")
         for name, p50_us in row.items():
-            bar_us = BARS_US.get(name)
-            is_missed = bar_us is not None and p50_us > bar_us
-            missed += [f"{title}: {name}"] if is_missed else []
-            print(f"  {name:18}{p50_us:8.1f}{'' if bar_us is None else f'{bar_us:9.0f}'}{'  missed' * is_missed}")
+            bar = f"{BARS_US[name]:9.0f}" if name in BARS_US else ""
+            print(f"  {name:18}{p50_us:8.1f}{bar}{'  missed' * is_missed(name, p50_us)}")
     OUT.parent.mkdir(exist_ok=True)
-    result = {"runs": NUM_RUNS, "p50_us": rows, "bars_us": dict(BARS_US), "missed": missed, "versions": versions()}
+    result = {"runs": NUM_RUNS, "p50_us": rows, "bars_us": dict(BARS_US), "missed": missed, "versions": installed}
     OUT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if args.doc:
+        DOC.write_text(page(rows, installed), encoding="utf-8")
     print(f"\n{'missed: ' + ', '.join(missed) if missed else 'all bars met'}; see {OUT}")
     return 1 if missed else 0
 

@@ -202,7 +202,7 @@ class Soak:
                 return
             with self._engines:
                 self._say(f"kill -9 {kill.role}")
-                with suppress(httpx.TransportError):  # too busy to say
+                with suppress(httpx.TransportError, LookupError):  # too busy to say, or to have said it even once
                     self.count_stale_reads()
                 killed_s = self.at_s
                 self.rig.kill(kill.role)
@@ -230,7 +230,11 @@ class Soak:
                     self.samples.append(Sample(engine, pid, self.at_s, rss_bytes(pid)))
 
     def count_stale_reads(self) -> None:
-        """Look at what D has counted in this life; any count in any life is one too many."""
+        """Look at what D has counted in this life; any count in any life is one too many.
+
+        Raises:
+            LookupError: D does not serve the count: that is not none.
+        """
         self.stale_reads = max(self.stale_reads, int(self.rig.metric("decode", "bidikv_stale_reads_total")))
 
     def _say(self, what: str) -> None:

@@ -48,6 +48,7 @@ LOST_IN_SCHEDULER = "tests/scheduler/test_lost_leases_in_the_scheduler.py"
 HOLDS = "tests/scheduler/test_holds.py"
 READS = "tests/scheduler/test_reads_in_the_scheduler.py"
 STARTUP = "tests/scheduler/test_startup.py"
+WEIGHTS_AND_SLEEP = "tests/scheduler/test_weights_and_sleep.py"
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,7 @@ MUTANTS = (
         (
             f"{READS}::test_a_failed_read_is_computed_and_never_asked_for_again",
             f"{READS}::test_a_preempted_reader_computes",
+            f"{IN_FLIGHT}::test_p_reads_a_ticket_under_async_scheduling",
         ),
     ),
     Mutant(
@@ -236,6 +238,7 @@ MUTANTS = (
         "while False:",
         (
             f"{IN_SCHEDULER}::test_a_running_request_takes_a_leased_block_instead_of_being_preempted",
+            f"{IN_FLIGHT}::test_a_running_request_takes_a_leased_block_with_a_step_in_flight",
             f"{IN_SCHEDULER}::test_a_new_request_is_admitted_in_the_same_step_as_on_an_empty_pool",
             "tests/engine/test_memory.py::test_a_plain_request_gets_its_blocks_from_leases",
         ),
@@ -331,6 +334,50 @@ MUTANTS = (
         "",
         (f"{LOST}::test_a_reset_leaves_nothing_to_regain",),
     ),
+    # A reset, sleep and new weights: nothing is held any more, and nothing is taken from a reader.
+    Mutant(
+        "server_ext/engine/decode.py",
+        "if self._home.leases.has_tickets(now_s=now_s):",
+        "if False:",
+        (
+            f"{IN_SCHEDULER}::test_a_cache_reset_waits_for_readers",
+            f"{WEIGHTS_AND_SLEEP}::test_sleep_while_a_reader_reads",
+        ),
+    ),
+    Mutant(
+        "server_ext/engine/decode.py",
+        '        self._home.leases.release_all("reset", now_s=now_s)\n',
+        "",
+        (
+            f"{IN_SCHEDULER}::test_a_cache_reset_releases_all_leases_first",
+            f"{WEIGHTS_AND_SLEEP}::test_sleep_releases_all_leases_first",
+            "tests/engine/test_memory.py::test_a_reset_of_the_prefix_cache_releases_all_leases",
+        ),
+    ),
+    Mutant(
+        "server_ext/core/revocation.py",
+        "        for key in list(self._held.leases):\n",
+        "        for key in [] if self._held.tickets else list(self._held.leases):\n",
+        (
+            f"{LEASES}::test_release_all_takes_every_lease_and_pin_and_leaves_the_tickets",
+            f"{IN_SCHEDULER}::test_new_weights_while_a_reader_reads",
+        ),
+    ),
+    Mutant(
+        "server_ext/engine/compat.py",
+        "            on_weight_version(weight_version)\n",
+        "            pass\n",
+        (
+            f"{WEIGHTS_AND_SLEEP}::test_the_engine_tells_d_of_new_weights",
+            f"{WEIGHTS_AND_SLEEP}::test_the_engine_tells_p_of_new_weights",
+        ),
+    ),
+    Mutant(
+        "server_ext/engine/compat.py",
+        "if on_weight_version is not None:",
+        "if True:",
+        (f"{WEIGHTS_AND_SLEEP}::test_a_stock_engine_takes_new_weights",),
+    ),
     # Start-up.
     Mutant(
         "server_ext/engine/compat.py",
@@ -398,6 +445,37 @@ MUTANTS = (
         "        self._turns.labels(cache.outcome, cache.reason).inc()\n",
         "",
         ("tests/http/test_metrics.py::test_a_turn_is_counted_by_its_outcome",),
+    ),
+    # Numbers and lines: what is not counted is not zero, and what happens to a pin is told.
+    Mutant(
+        "server_ext/core/holdings.py",
+        '            log_transition("drop pin", turn.key, num_blocks=len(turn.pin.block_ids), reason=reason)\n',
+        "",
+        ("tests/core/test_journal.py::test_what_becomes_of_a_pin_is_logged_too",),
+    ),
+    Mutant(
+        "server_ext/core/holdings.py",
+        '            log_transition("clip pin", lease.key, num_blocks=num_kept, reason="lease_revoked")\n',
+        "",
+        ("tests/core/test_journal.py::test_what_becomes_of_a_pin_is_logged_too",),
+    ),
+    Mutant(
+        "tests/engine/common.py",
+        "    if not values:\n",
+        "    if False:\n",
+        ("tests/bench/test_soak.py::test_what_an_engine_does_not_count_is_not_zero",),
+    ),
+    Mutant(
+        "bench/_pressure_arms.py",
+        "        if not values:\n",
+        "        if False:\n",
+        ("tests/bench/test_pressure.py::test_what_our_engines_do_not_count_is_not_zero",),
+    ),
+    Mutant(
+        "server_ext/core/metrics.py",
+        "series += [(list(known), 0.0) for known in metric.known or ((),) if list(known) not in seen]",
+        "pass",
+        ("tests/engine/test_metrics.py::test_an_idle_engine_that_holds_a_lease_serves_every_metric",),
     ),
     Mutant(
         "bidikv_sdk/_keeper.py",

@@ -104,6 +104,7 @@ class Holdings:
             self._deadlines.drop(turn.pin)
             self.ledger.unpin(turn.pin.block_ids)
             self._num_provisional -= len(turn.pin.block_ids)
+            log_transition("drop pin", turn.key, num_blocks=len(turn.pin.block_ids), reason=reason)
             turn.pin, turn.pin_reason = None, reason
             self.counts.add(metrics.DROPPED_PINS)
 
@@ -280,6 +281,7 @@ class Holdings:
                 self.drop_pin(slot.turn, "lease_revoked")
                 return
             self._num_provisional -= len(clipped_ids)
+            log_transition("clip pin", lease.key, num_blocks=num_kept, reason="lease_revoked")
         elif num_kept == 0:
             self.end_lease(lease.key, "revoked", "lease_revoked")
             return

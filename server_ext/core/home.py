@@ -3,7 +3,7 @@
 API processes call `handle(op, arg)` with plain dicts. A turn: `load` (render from this) · `begin` (nonce,
 ticket) · the request runs under the nonce, and the scheduler calls `finish` when it ends · `settle`, or
 `abandon`; and `return_ticket` when the reader has answered. The scheduler calls `sweep`, `return_ticket`, and, of
-`leases`, `finish`, `is_open`, `revoke` and `release_all` directly.
+`leases`, `finish`, `is_open`, `revoke`, `has_tickets` and `release_all` directly.
 
 Every operation's result has `info`, the `bidikv` object of the wire (`cache` null), unless said otherwise; or
 only `error`, the error object of the wire, with nothing changed. Pure; may import the standard library,

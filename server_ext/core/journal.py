@@ -1,4 +1,4 @@
-"""One log line for each transition of a lease, without anything that a client chose or said.
+"""One log line for each transition of a lease or a provisional pin, without anything that a client chose or said.
 
 A session appears as a short hash of its key, the same in all its lines.
 """
@@ -9,7 +9,20 @@ from collections.abc import Mapping
 from typing import Final, Literal, TypeAlias
 
 Transition: TypeAlias = Literal[
-    "grant", "fork", "regain", "renew", "supersede", "rewind", "clip", "reject", "expire", "release", "revoke", "reset"
+    "grant",
+    "fork",
+    "regain",
+    "renew",
+    "supersede",
+    "rewind",
+    "clip",
+    "clip pin",
+    "drop pin",
+    "reject",
+    "expire",
+    "release",
+    "revoke",
+    "reset",
 ]
 
 LOGGER: Final = logging.getLogger("vllm.bidikv.leases")
@@ -24,6 +37,8 @@ _LEVELS: Final[Mapping[Transition, int]] = {
     "supersede": logging.DEBUG,
     "rewind": logging.DEBUG,
     "clip": logging.INFO,
+    "clip pin": logging.INFO,
+    "drop pin": logging.INFO,
     "reject": logging.INFO,
     "expire": logging.INFO,
     "release": logging.INFO,
@@ -38,7 +53,7 @@ def log_transition(transition: Transition, key: tuple[str, str], *, num_blocks: 
     Args:
         transition: what happened.
         key: the session (tenant, session id).
-        num_blocks: that the lease holds afterwards; those it held where it ended.
+        num_blocks: that the lease or pin holds afterwards; those it held where it ended.
         reason: of the wire, where there is one.
     """
     level = _LEVELS[transition]

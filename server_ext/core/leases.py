@@ -341,9 +341,14 @@ class LeaseTable:
         """Free blocks for requests, as `Revoker.revoke`; return how many became free."""
         return self._revoker.revoke(num_blocks, now_s=now_s, all_or_nothing=all_or_nothing)
 
-    def release_all(self, reason: "Reason", *, now_s: float) -> bool:
-        """Drop every lease and pin unless tickets are open, as `Revoker.release_all`."""
-        return self._revoker.release_all(reason, now_s=now_s)
+    def release_all(self, reason: "Reason", *, now_s: float) -> None:
+        """Drop every lease and pin, whatever tickets are open, as `Revoker.release_all`."""
+        self._revoker.release_all(reason, now_s=now_s)
+
+    def has_tickets(self, *, now_s: float) -> bool:
+        """Return whether a ticket is open: a reader may be reading, and no cache reset can free its blocks."""
+        self._held.sweep(now_s=now_s)
+        return bool(self._held.tickets)
 
     # ---------------------------------------------------------------- questions
 

@@ -72,20 +72,17 @@ class Revoker:
         yield from in_use
         yield from self._held.pins_of_turns()
 
-    def release_all(self, reason: "Reason", *, now_s: float) -> bool:
+    def release_all(self, reason: "Reason", *, now_s: float) -> None:
         """Drop every lease and pin with this reason, for a cache reset, sleep or new weights.
 
-        Returns False, with nothing done, while tickets are open: a reader may still be reading.
+        Open tickets stay until they are returned or due: their references are their own.
         """
         self._held.sweep(now_s=now_s)
-        if self._held.tickets:
-            return False
         for key in list(self._held.leases):
             self._held.end_lease(key, "revoked", reason)
         for turn in self._held.turns.values():
             self._held.drop_pin(turn, reason)
         self._held.lost.clear()
-        return True
 
 
 def plan_revocation(

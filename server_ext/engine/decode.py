@@ -127,16 +127,21 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
         return self._home.leases.revoke(num_missing, now_s=time.perf_counter(), all_or_nothing=True) > 0
 
     def _before_reset(self) -> bool:
-        if self._home.leases.release_all("reset", now_s=time.perf_counter()):
-            return True
-        logger.warning("Prefix cache not reset: P is reading leased blocks; try again in a few seconds.")
-        return False
+        now_s = time.perf_counter()
+        if self._home.leases.has_tickets(now_s=now_s):
+            # vLLM resets only a pool in which nothing is held, and what P may be reading cannot be taken back.
+            logger.warning("Prefix cache not reset: P is reading leased blocks; try again in a few seconds.")
+            return False
+        self._home.leases.release_all("reset", now_s=now_s)
+        return True
 
     def on_weight_version(self, weight_version: str) -> None:
-        """Give back all that other weights have computed: no turn will ever match it again."""
+        """Give back all that other weights have computed: no turn will ever match it again.
+
+        What P is reading at this moment stays under its tickets, whose fingerprint P checks by itself.
+        """
         if weight_version != self.identity.weight_version:
             self.identity.weight_version = weight_version
-            # Under an open ticket they stay until they expire; nobody gets another one.
             self._home.leases.release_all("model_changed", now_s=time.perf_counter())
 
     # Control channel

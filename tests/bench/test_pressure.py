@@ -1,5 +1,7 @@
 import asyncio
 import itertools
+import json
+from pathlib import Path
 
 import pytest
 
@@ -167,14 +169,22 @@ def make_other(gap_s=0.1, cached=4, error=None, num_tokens=101):
     return Other(list(range(8)), 0.5, times, [9] * num_tokens, cached, error)
 
 
-def make_samples(preemptions=0, revoked=0, stale=0):
-    """A scrape."""
-    return Samples(
-        f"vllm:num_preemptions_total {preemptions}\n"
-        f'bidikv_lease_revocations_total{{reason="lease_revoked"}} {revoked}\n'
-        f'bidikv_lease_revocations_total{{reason="reset"}} 0\n'
-        f"bidikv_stale_reads_total {stale}\n"
+def make_samples(preemptions=0, revoked=0, stale=0, without=""):
+    """A scrape of our D, or of one that lacks a metric."""
+    lines = (
+        f"vllm:num_preemptions_total {preemptions}",
+        "bidikv_lease_grants_total 0",
+        f'bidikv_lease_revocations_total{{reason="lease_revoked"}} {revoked}',
+        'bidikv_lease_revocations_total{reason="reset"} 0',
+        'bidikv_lease_clips_total{reason="over_budget"} 0',
+        'bidikv_lease_rejections_total{reason="over_budget"} 0',
+        f"bidikv_revoked_blocks_total {2 * revoked}",
+        "bidikv_lease_expiries_total 0",
+        'bidikv_tickets_total{event="opened"} 0',
+        'bidikv_ticket_refusals_total{reason="over_budget"} 0',
+        f"bidikv_stale_reads_total {stale}",
     )
+    return Samples("".join(f"{line}\n" for line in lines if not (without and line.startswith(without))))
 
 
 def make_cell(arm, *, others=None, asked=None, demanded=POOL_BLOCKS * 2, blocks_left=0, **after):
@@ -231,6 +241,39 @@ def test_times_between_tokens_are_those_of_the_window():
     assert gaps_ms(others, 0.0, 9.0) == [1000.0, 2000.0]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vllm:num_preemptions_total",
+        "bidikv_lease_clips_total",
+        "bidikv_revoked_blocks_total",
+        "bidikv_tickets_total",
+        "bidikv_stale_reads_total",
+    ],
+)
+def test_what_our_engines_do_not_count_is_not_zero(name):
+    """A metric that is renamed, or not served, ends the run in place of meeting its bar."""
+    cell = make_cell(BIDIKV)
+    cell.before, cell.after = make_samples(without=name), make_samples(without=name)
+    with pytest.raises(LookupError, match=name):
+        summary([cell], no_wrong)
+
+
+def test_stock_engines_count_no_leases():
+    """They serve none of our metrics, and need not."""
+    cell = make_cell(STOCK)
+    cell.before, cell.after = make_samples(preemptions=1, without="bidikv_"), make_samples(3, without="bidikv_")
+    found = summary([cell], no_wrong)
+    assert (found["preemptions"], found["leases_granted"], found["leases_shed"]) == (2, 0, {})
+
+
+def test_a_reason_that_comes_up_during_the_run_counts_from_zero():
+    """Some series exist only once something has happened."""
+    cell = make_cell(BIDIKV)
+    cell.before = make_samples(without='bidikv_lease_revocations_total{reason="lease_revoked"}')
+    assert summary([cell], no_wrong)["leases_shed"]["revocations"] == {"lease_revoked": 3, "reset": 0}
+
+
 def test_percentiles_need_values():
     """One value has none."""
     assert percentile([1.0], 95) is None
@@ -244,7 +287,7 @@ def test_rounds_of_an_arm_are_taken_together():
     assert found["itl_p50_ms"] == pytest.approx(100)
     assert found["itl_p95_ms"] == pytest.approx(200)
     assert found["others_hit_rate"] == 0.25
-    assert found["leases_shed"] == {"revocations": {"lease_revoked": 6, "reset": 0}}
+    assert found["leases_shed"]["revocations"] == {"lease_revoked": 6, "reset": 0}
     assert (found["preemptions"], found["held_blocks_peak"], found["ticket_blocks_peak"]) == (0, 5, 2)
     assert (found["demanded_percent"], found["turn_p50_s"], found["ttft_p50_s"]) == (200, 0.5, 0.5)
     assert found["outcomes"] == {"fetched: cheapest": 2}
@@ -279,7 +322,7 @@ def test_a_good_run_meets_all_bars():
         ({"preemptions": 1}, "preemptions, beyond those without leases"),
         ({"itl_p95_ms_of_rounds": [110.2]}, "others' inter-token p95, of that without leases"),
         ({"itl_p95_ms_of_rounds": [None]}, "others' inter-token p95, of that without leases"),
-        ({"leases_shed": {"clips": {"over_budget": 0}}}, "leases shed and counted"),
+        ({"revoked_blocks": 0}, "blocks that leases gave up for requests"),
         ({"others_unanswered": 1}, "not answered (deadlock)"),
         ({"turns_unanswered": 1}, "not answered (deadlock)"),
         ({"errors": 1}, "errors"),
@@ -312,6 +355,30 @@ def test_the_page_shows_every_arm_that_ran_and_what_was_missed():
     assert f"| `{STOCK}` | 100" not in text
     assert "| 200 %: wrong tokens | 5 | at most 0 | **missed** |" in text
     assert "shed: revocations 3 (`lease_revoked`)" in text
+
+
+def test_the_page_shows_every_rounds_ratio_and_that_of_all_together():
+    """The bar is the median of the rounds; whoever doubts it sees what was left out."""
+    rounds = {"itl_p95_ms_of_rounds": [300.0, 105.0, 90.0], "itl_p95_ms": 120.0}
+    text = page(make_report(ours=[make_cell(BIDIKV)] * 3, without=[make_cell(NO_LEASES, revoked=0)] * 3, **rounds))
+    assert "3.000, 1.050, 0.900 in the rounds, median 1.050; of all rounds together 1.200." in text
+    text = page(make_report(itl_p95_ms_of_rounds=[None], itl_p95_ms=None))
+    assert "inf in the rounds, median inf; of all rounds together inf." in text
+
+
+def test_a_grant_that_the_budget_cut_is_no_lease_that_gave_way():
+    """Clips over the budget alone do not meet the bar."""
+    report = make_report(revoked_blocks=0, leases_shed={"clips": {"over_budget": 100}})
+    assert missed(report) == ["blocks that leases gave up for requests"]
+
+
+def test_the_documentation_is_that_of_its_numbers():
+    """`docs/pressure.md` and the bars of `docs/pressure.json` are what this program makes of the file's numbers."""
+    docs = Path(__file__).parents[2] / "docs"
+    content = json.loads((docs / "pressure.json").read_text("utf-8"))
+    report = Report.from_json(content)
+    assert report.to_json() == content
+    assert page(report) == (docs / "pressure.md").read_text("utf-8")
 
 
 # ---------------------------------------------------------------- right answers

@@ -22,6 +22,7 @@ from bench._soak_plan import (
 )
 from bench._soak_result import Sample, SoakResult, curves, slope_mb_per_min, slopes
 from server_ext.traffic import PlannedSession, PlannedTurn, prompts
+from tests.engine.common import total
 
 # ---------------------------------------------------------------- plans
 
@@ -226,3 +227,12 @@ def test_every_bar_can_be_missed(change):
     result = make_result(**change)
     assert len(result.missed()) == 1
     assert not result.to_json()["passed"]
+
+
+def test_what_an_engine_does_not_count_is_not_zero():
+    """A name, or a series with these labels, that a scrape lacks is an error; labels that are not named add up."""
+    scrape = '# HELP a text\na{engine="0",reason="x"} 2.0\na{engine="0",reason="y"} 3.0\na_more 9.0\nb 0.0\n'
+    assert (total(scrape, "a"), total(scrape, "a", reason="y"), total(scrape, "b")) == (5.0, 3.0, 0.0)
+    for name, labels in (("c", {}), ("a", {"reason": "z"}), ("b", {"reason": "x"})):
+        with pytest.raises(LookupError, match=name):
+            total(scrape, name, **labels)

@@ -400,7 +400,8 @@ def test_the_scheduler_sweeps_revokes_and_releases():
     assert home.leases.num_reclaimable(now_s=0, limit=3) == 3
     assert home.leases.revoke(2, now_s=0) == 2
     assert home.handle("metrics", {}, now_s=0)["metrics"]["bidikv_revoked_blocks_total"] == [([], 2)]
-    assert home.leases.release_all("reset", now_s=0)
+    assert not home.leases.has_tickets(now_s=0)
+    home.leases.release_all("reset", now_s=0)
     assert home.handle("get", KEY, now_s=0)["info"]["lease"]["reason"] == "reset"
     run_turn(home, pool, turn=2, ids=some_ids(18))
     assert home.sweep(now_s=60) == 1

@@ -1,6 +1,7 @@
 """The log of what becomes of leases."""
 
 import logging
+from array import array
 
 import pytest
 
@@ -53,6 +54,55 @@ def test_every_transition_is_one_line(lines):
     run_turn(table, pool, ALICE, some_ids(4), now_s=5, nonce="f")
     table.sweep(now_s=500)
     assert lines()[-1] == ("INFO", f"Lease {name}: expire, 1 blocks (lease_expired)")
+
+
+def test_what_becomes_of_a_pin_is_logged_too(lines):
+    """A turn that has ended and is not settled yet loses blocks to requests as leases do, and an operator sees it."""
+    pool, name = FakePool(16), short_name(ALICE)
+    table = make_table(pool, provisional_ttl_s=5)
+
+    def end_request(nonce, now_s):
+        table.begin(ALICE, some_ids(16), "m", now_s=now_s, want_ticket=False, nonce=nonce)
+        block_ids = pool.take(4)
+        table.finish(nonce, block_ids, 16, some_ids(16), now_s=now_s)
+        pool.give_back(block_ids)
+        assert lines() == []
+
+    end_request("clipped", 0)
+    table.revoke(1, now_s=0)
+    assert lines() == [("INFO", f"Lease {name}: clip pin, 3 blocks (lease_revoked)")]
+    table.revoke(3, now_s=0)
+    assert lines() == [("INFO", f"Lease {name}: drop pin, 3 blocks (lease_revoked)")]
+    table.abandon("clipped", return_ticket=True, now_s=0)
+    assert lines() == []
+    end_request("late", 1)
+    table.sweep(now_s=6)
+    assert lines() == [("INFO", f"Lease {name}: drop pin, 4 blocks (lease_expired)")]
+    table.abandon("late", return_ticket=True, now_s=6)
+    end_request("abandoned", 7)
+    table.abandon("abandoned", return_ticket=True, now_s=7)
+    assert lines() == [("INFO", f"Lease {name}: drop pin, 4 blocks")]
+    end_request("reset", 8)
+    table.release_all("reset", now_s=8)
+    assert lines() == [("INFO", f"Lease {name}: drop pin, 4 blocks (reset)")]
+
+
+def test_forks_rewinds_and_regained_leases_are_for_debugging(lines):
+    """What a session does by itself is no news to an operator."""
+    pool, name = FakePool(16), short_name(ALICE)
+    table = make_table(pool)
+    run_turn(table, pool, ALICE, some_ids(16), now_s=0, nonce="a", ttl_s=10)
+    lines()
+    child = (ALICE[0], "child")
+    table.fork(ALICE, child, array("i", some_ids(8)), ttl_s=None, now_s=1)
+    assert lines() == [("DEBUG", f"Lease {short_name(child)}: fork, 2 blocks")]
+    table.rewind(ALICE, array("i", some_ids(12)), now_s=2)
+    assert lines() == [("DEBUG", f"Lease {name}: rewind, 3 blocks")]
+    table.release(child, now_s=2)
+    table.sweep(now_s=11)
+    lines()
+    table.begin(ALICE, some_ids(16), "model-1", now_s=12, want_ticket=True, nonce="b")
+    assert lines() == [("DEBUG", f"Lease {name}: regain, 3 blocks (lease_expired)")]
 
 
 def test_lines_name_nothing_that_a_client_chose(lines):

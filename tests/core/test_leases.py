@@ -697,6 +697,7 @@ def test_every_verb_sees_the_world_after_the_sweep():
         lambda table: table.num_reclaimable(now_s=60),
         lambda table: table.revoke(1, now_s=60),
         lambda table: table.release_all("reset", now_s=60),
+        lambda table: table.has_tickets(now_s=60),
     ):
         table = make_table(pool)
         run_turn(table, pool, ALICE, some_ids(8), now_s=0, nonce="a", ttl_s=60)
@@ -806,8 +807,9 @@ def test_a_rewound_lease_gives_its_tail_back():
 # ---------------------------------------------------------------- release all
 
 
-def test_release_all_waits_for_tickets_and_then_drops_everything():
-    """A cache reset is answered no while somebody reads, and else takes every lease and pin with its reason."""
+@pytest.mark.parametrize("reason", ["reset", "model_changed"])
+def test_release_all_takes_every_lease_and_pin_and_leaves_the_tickets(reason):
+    """Leases have references of their own: they end with the reason, whoever reads, and a ticket ends by itself."""
     pool = FakePool()
     table = make_table(pool)
     run_turn(table, pool, ALICE, some_ids(8), now_s=0, nonce="a")
@@ -817,17 +819,33 @@ def test_release_all_waits_for_tickets_and_then_drops_everything():
     block_ids = pool.take(2)
     table.finish("d", block_ids, 8, some_ids(8, seed=1), now_s=1)
     pool.give_back(block_ids)
-    num_free = pool.num_free_blocks()
-    assert not table.release_all("reset", now_s=2)
-    assert pool.num_free_blocks() == num_free
-    table.return_ticket(ticket.ticket_id, now_s=3)
-    assert table.release_all("reset", now_s=3)
+    assert table.has_tickets(now_s=2)
+    table.release_all(reason, now_s=2)
+    assert list(table.holdings()) == [ticket]
+    verify_references(table, pool)
+    assert pool.num_free_blocks() == pool.num_blocks - 2
+    assert (table.info(ALICE, now_s=2).state, table.info(ALICE, now_s=2).reason) == ("revoked", reason)
+    assert table.return_ticket(ticket.ticket_id, now_s=3)
+    assert not table.has_tickets(now_s=3)
     assert pool.num_free_blocks() == pool.num_blocks
-    assert (table.info(ALICE, now_s=3).state, table.info(ALICE, now_s=3).reason) == ("revoked", "reset")
     info = table.settle("d", 8, ttl_s=None, now_s=3)
-    assert (info.state, info.reason) == ("revoked", "reset")
+    assert (info.state, info.reason) == ("revoked", reason)
+
+
+def test_a_ticket_that_is_never_returned_stands_in_the_way_until_its_deadline():
+    """What a cache reset waits for ends by itself."""
+    pool = FakePool()
+    table = make_table(pool)
+    run_turn(table, pool, ALICE, some_ids(8), now_s=0, nonce="a")
+    ticket = begin(table, ALICE, some_ids(8), now_s=1).ticket
+    assert table.has_tickets(now_s=ticket.deadline_s)
+    assert not table.has_tickets(now_s=ticket.due_s)
 
 
 def test_release_all_works_from_a_session_that_holds_nothing():
-    """With nothing held there is nothing in the way of a reset."""
-    assert make_table(FakePool()).release_all("reset", now_s=0)
+    """With nothing held there is nothing to take, and nothing in the way of a reset."""
+    pool = FakePool()
+    table = make_table(pool)
+    assert not table.has_tickets(now_s=0)
+    table.release_all("reset", now_s=0)
+    assert pool.num_free_blocks() == pool.num_blocks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -30,3 +31,23 @@ def eventually(condition: Callable[[], Any], what: str, *, deadline_s: float = D
         assert time.monotonic() < end_s, f"not within {deadline_s:g} s: {what}"
         time.sleep(_POLL_S)
     return value
+
+
+def total(scrape: str, name: str, **labels: str) -> float:
+    """Return a metric, summed over all of its series that have these labels.
+
+    Args:
+        scrape: what an engine's `/metrics` said.
+        name: of a sample; a histogram has `_count`, `_sum` and `_bucket`.
+        labels: those that count.
+
+    Raises:
+        LookupError: there is no such series. A name that is not served must not read as a zero.
+    """
+    series = re.findall(rf"^{re.escape(name)}(?:{{([^}}]*)}})? (\S+)$", scrape, re.MULTILINE)
+    wanted = {f'{label}="{value}"' for label, value in labels.items()}
+    values = [float(value) for found, value in series if wanted <= set(found.split(","))]
+    if not values:
+        msg = f"no metric {name} with the labels {labels} is served"
+        raise LookupError(msg)
+    return sum(values)

@@ -7,7 +7,6 @@ asked of stock vLLM on P, with nothing cached.
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import signal
 import uuid
@@ -31,6 +30,7 @@ from .common import (
     POOL_BLOCKS,
     PREFILL_LEASE_S,
     PREFILL_STEP_TOKENS,
+    total,
 )
 from .copies import Copies
 from .talk import Talk
@@ -246,12 +246,14 @@ class Rig:
         self.decode.delete(f"/v1/sessions/{name}", headers=headers).raise_for_status()
         return opened.json()["bidikv"]["pool"]
 
-    def metric(self, role: Role, name: str) -> float:
-        """Return a metric of one engine, summed over its labels; 0 where it has none yet."""
+    def scrape(self, role: Role) -> str:
+        """Return what one engine's `/metrics` says."""
         client = self.prefill if role == "prefill" else self.decode
-        text = client.get("/metrics").raise_for_status().text
-        values = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
-        return sum(map(float, values))
+        return client.get("/metrics").raise_for_status().text
+
+    def metric(self, role: Role, name: str) -> float:
+        """Return a metric of one engine, summed over its labels; `LookupError` where it is not served."""
+        return total(self.scrape(role), name)
 
     def step(self, role: Role) -> None:
         """Make one engine take a step, so that its gauges are those of now."""

@@ -9,6 +9,7 @@ tiny model of the two caches agrees with. Everything is drawn from the test's pa
 from __future__ import annotations
 
 import secrets
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 
 NUM_SESSIONS = 32  # of each block size; with NUM_TURNS cases each
 TOLERANCE = 1e-3
+REVOKED: defaultdict[int, list[bool]] = defaultdict(list)
+"""Of each block size: for every case that should revoke, whether it did. All sessions add to it."""
+FEWEST_TRIES = 8
+LEAST_SHARE_REVOKED = 0.4  # the requests must run at the same time; three of four times they do
 LONGEST_PROMPT = 900
 ANSWER = "<|im_start|>assistant\n"
 CLOSING = "<|im_end|>\n"
@@ -51,6 +56,15 @@ def test_a_drawn_session(drawn: Rig, block_size: int, seed: int) -> None:
             held, last = session.held, session.talk.last
             error.add_note(f"held: {len(held.token_ids)} tokens, {held.reason}; last report: {last and last.cache}")
             raise
+
+
+@pytest.mark.parametrize("block_size", [32, 64])
+def test_drawn_requests_really_take_blocks(drawn: Rig, block_size: int) -> None:
+    """Of the cases before that should revoke, most did: a case passes where the requests just waited for each other."""
+    tries = REVOKED[block_size]
+    if len(tries) < FEWEST_TRIES:
+        pytest.skip(f"only {len(tries)} cases that should revoke have run, too few to tell")
+    assert sum(tries) >= LEAST_SHARE_REVOKED * len(tries), f"{sum(tries)} of {len(tries)}"
 
 
 @dataclass
@@ -296,6 +310,7 @@ class Session:
         lease = self.talk.lease()
         num_left = lease["num_tokens"]
         assert num_left <= len(self.held.token_ids)
+        REVOKED[self.block_size].append(num_left < len(self.held.token_ids))
         if num_left < len(self.held.token_ids):
             assert num_left == lease["num_blocks"] * self.block_size
             lost = [] if num_left else self._whole_blocks()

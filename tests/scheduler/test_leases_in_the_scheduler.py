@@ -215,14 +215,37 @@ def test_new_weights_make_a_lease_useless(make_harness):
 
 
 def test_new_weights_while_a_reader_reads(make_harness):
-    """A ticket keeps its blocks, and its lease can be read by nobody else any more."""
+    """Leases end whoever reads: only a ticket keeps its blocks, until it is returned, and each session says why."""
     d = make_harness("decode", num_blocks=20, min_fetch_tokens=0)
     d.lease(ids(40), "s")
+    d.lease(ids(70, 5000), "other")
     begun = d.begin(ids(60), turn=2, want_ticket=True)
+    assert d.num_free == 20 - 2 - 3
     d.scheduler.connector.on_weight_version("after training")
-    assert d.num_free == 18
+    assert d.num_free == 20 - 2  # the ticket's
+    for session_id in ("s", "other"):
+        lease = d.control("get", session_id=session_id)["info"]["lease"]
+        assert (lease["state"], lease["num_blocks"], lease["reason"]) == ("revoked", 0, "model_changed")
+    d.control("return_ticket", ticket_id=begun["ticket"]["remote_request_id"])
+    assert d.num_free == 20
     d.control("abandon", nonce=begun["nonce"], return_ticket=True)
-    begun = d.begin(ids(60), turn=2, want_ticket=True)
+    for session_id, prompt_ids in (("s", ids(60)), ("other", ids(90, 5000))):
+        begun = d.begin(prompt_ids, turn=2, session_id=session_id, want_ticket=True)
+        assert (begun["ticket"], begun["lease_reason"]) == (None, "model_changed")
+
+
+def test_new_weights_during_a_turn(make_harness):
+    """What a running turn leaves behind may have been computed by either weights: the next turn does not use it."""
+    d = make_harness("decode", num_blocks=20, min_fetch_tokens=0)
+    d.lease(ids(40), "s")
+    begun = d.begin(ids(60), turn=2)
+    request = d.add("r", ids(60), session_id=begun["nonce"], max_tokens=3)
+    d.answer(d.step())
+    d.scheduler.connector.on_weight_version("after training")
+    assert d.control("get", session_id="s")["info"]["lease"]["num_blocks"] == 0
+    d.run(request)
+    d.settle(begun, list(request.all_token_ids))
+    begun = d.begin(ids(80), turn=3, want_ticket=True)
     assert (begun["ticket"], begun["lease_reason"]) == (None, "model_changed")
 
 

@@ -101,6 +101,23 @@ def test_blocks_wait_for_the_step_in_flight(make_harness):
     assert d.num_free == 20
 
 
+def test_a_running_request_takes_a_leased_block_with_a_step_in_flight(make_harness):
+    """A step is scheduled before the last one is answered, and a decode that needs a block gets it all the same."""
+    d = make_harness("decode", num_blocks=6, is_async=True, budget_fraction=1.0)
+    d.lease(ids(4 * BLOCK_SIZE - 2), "s")
+    live = d.add("live", ids(2 * BLOCK_SIZE - 1, 50_000), max_tokens=8)
+    in_flight = d.step()
+    while not live.is_finished():
+        following = d.step()
+        d.answer(in_flight)
+        in_flight = following
+    d.answer(in_flight)
+    assert (live.num_preemptions, live.num_output_tokens) == (0, 8)
+    lease = lease_of(d)
+    assert (lease["state"], lease["num_blocks"], lease["reason"]) == ("active", 3, "lease_revoked")
+    assert d.num_free == 6 - 3
+
+
 def test_a_release_behind_the_last_step_frees_all(make_harness):
     """Pins and deferred frees are counted apart: whoever lets go last, every block comes back once."""
     d = make_harness("decode", num_blocks=20, is_async=True)
@@ -148,7 +165,12 @@ def test_an_abort_during_a_read_waits_for_its_end(make_harness):
     assert d.num_free == 20
 
 
-def test_p_reads_a_ticket_under_async_scheduling(make_harness):
+@pytest.mark.parametrize(
+    ("fails", "num_computed", "report"),
+    [(False, len(PROMPT) - 40, (0, 40, None)), (True, len(PROMPT), (0, 0, "read_failed"))],
+    ids=["read", "failed"],
+)
+def test_p_reads_a_ticket_under_async_scheduling(make_harness, fails, num_computed, report):
     """A reader with steps in flight loads the ticket's tokens, computes the rest, and gives every block back."""
     p = make_harness("prefill", num_blocks=20, is_async=True)
     assert p.scheduler.defer_block_free
@@ -169,17 +191,24 @@ def test_p_reads_a_ticket_under_async_scheduling(make_harness):
         nonce="n",
         secret=SECRET,
     )
-    p.add("other", ids(40, 9000), max_tokens=3)
+    other = p.add("other", ids(40, 9000), max_tokens=3)
     request = p.add("r", PROMPT, max_tokens=1, transfer=ticket)
     first, second = p.step(), p.step()
     assert "r" not in first.num_scheduled_tokens
-    p.answer(first, finished_recving={"r"}, failed_recving={"r"})
+    assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    p.answer(first, finished_recving={"r"}, **({"failed_recving": {"r"}} if fails else {}))
     third = p.step()
-    assert third.num_scheduled_tokens["r"] == len(PROMPT)  # it failed, so all of it
+    assert third.num_scheduled_tokens["r"] == num_computed
     p.answer(second)
-    p.answer(third)
+    (told,) = [output for output in p.answer(third) if output.request_id == "r"]
     assert request.is_finished()
     assert request.num_output_tokens == 1
+    said = told.kv_transfer_params["bidikv"]
+    assert (said["local_tokens"], said["fetched_tokens"], said["reason"]) == report
+    p.run(other)
+    assert p.num_free == 20 - 2  # what the prompt takes, until D has read it
+    p.answer(p.step(), finished_sending={"r"})
+    assert p.num_free == 20
 
 
 # ---------------------------------------------------------------- speculative decoding
