@@ -496,6 +496,25 @@ MUTANTS = (
         "",
         (f"{RENDER}::test_reasoning_that_the_template_strips_leaves_the_prompt",),
     ),
+    # What a lease is worth, kept for a second.
+    Mutant(
+        "server_ext/core/policy.py",
+        "if lease not in ranked and len(lease.block_ids) == num_blocks:",
+        "if lease not in ranked:",
+        ("tests/core/test_policy.py::test_what_was_taken_from_a_lease_counts_at_once",),
+    ),
+    Mutant(
+        "server_ext/core/policy.py",
+        "                ranked.discard(lease)\n",
+        "",
+        ("tests/core/test_policy.py::test_a_call_that_goes_on_hides_nothing_from_the_next",),
+    ),
+    Mutant(
+        "server_ext/core/policy.py",
+        "if due_s != lease.due_s or num_blocks != len(lease.block_ids):",
+        "if False:",
+        ("tests/core/test_policy.py::test_values_are_kept_for_a_second_unless_a_lease_changes",),
+    ),
     # P's hold on what it has computed for D.
     Mutant(
         "server_ext/engine/worker.py",

@@ -9,16 +9,19 @@ here, and the setting `revocation` chooses.
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
-from heapq import heapify, heappop, heapreplace
+from heapq import heappop, heappush
 from operator import attrgetter
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 from .gaps import GapModel
 from .rates import Rates
-from .records import Key, Lease
+from .records import Lease
 
 # Under pressure every step may revoke, and what a lease is worth changes by the second.
 _MAX_AGE_S: Final = 1.0
+
+_Rank: TypeAlias = tuple[float, float, int, Lease, int, float]
+"""Of a lease: its value per block, its end, a number, itself, its blocks, and the chance of its session's return."""
 
 
 class RevocationOrder(Protocol):
@@ -48,7 +51,8 @@ class LeastValueFirst:
     chance that the session returns before its lease ends. A lease without such blocks comes last.
 
     Counting exclusive blocks takes longer than the rest, so a lease is ranked by its value per block first, which is
-    never more, and by that per exclusive block once it is its turn. Values are kept for a second.
+    never more, and by that per exclusive block once it is its turn. The first rank is kept for a second, for under
+    pressure every step may ask: then only what is new, and what comes first, is looked at.
 
     Args:
         gaps: how likely sessions return.
@@ -62,33 +66,55 @@ class LeastValueFirst:
         self._rates = rates
         self._num_references = num_references
         self._block_size = block_size
-        self._chances: dict[Key, tuple[float, float]] = {}
-        self._chances_s = -math.inf
+        self._ranks: list[_Rank] = []
+        self._ranked: set[Lease] = set()
+        self._num_ranked = 0
+        self._ranked_s = -math.inf
 
     def __call__(self, leases: Iterable[Lease], *, now_s: float) -> Iterator[Lease]:
-        """Yield `leases`, the one with the least value per exclusive block first, in O(1) each after O(leases)."""
-        chances = self._chances
-        if not 0 <= now_s - self._chances_s < _MAX_AGE_S:
-            chances.clear()
-            self._chances_s = now_s
-        prefill_s, block_size = self._rates.prefill_s, self._block_size
-        ranked = []
-        for index, lease in enumerate(leases):
-            due_s, chance = chances.get(lease.key, (None, 0.0))
-            if due_s != lease.due_s:
-                chance = self._gaps.return_chance(lease.key, lease.due_s, now_s=now_s)
-                chances[lease.key] = lease.due_s, chance
-            num_blocks = len(lease.block_ids)
-            least = chance * prefill_s(num_blocks * block_size) / num_blocks
-            # At equal value the one that ends first; the index keeps leases from being compared.
-            ranked.append((least, lease.due_s, index, lease, False))
-        heapify(ranked)
-        while ranked:
-            _, due_s, index, lease, is_exact = ranked[0]
-            if is_exact:
-                yield heappop(ranked)[3]
-            else:
-                heapreplace(ranked, (self._value(lease, chances[lease.key][1]), due_s, index, lease, True))
+        """Yield `leases`, the one with the least value per exclusive block first."""
+        ranks, ranked = self._ranks, self._ranked
+        if not 0 <= now_s - self._ranked_s < _MAX_AGE_S:
+            ranks.clear()
+            ranked.clear()
+            self._ranked_s = now_s
+        wanted = dict.fromkeys(leases)
+        for lease in wanted:
+            if lease not in ranked:
+                self._rank(lease, now_s=now_s)
+        looked_at: list[_Rank] = []
+        exact: list[tuple[float, float, int, Lease]] = []
+        try:
+            while ranks or exact:
+                if exact and (not ranks or exact[0][:3] <= ranks[0][:3]):
+                    yield heappop(exact)[3]
+                    continue
+                rank = heappop(ranks)
+                _, due_s, number, lease, num_blocks, chance = rank
+                ranked.discard(lease)
+                if lease not in wanted:
+                    continue
+                if due_s != lease.due_s or num_blocks != len(lease.block_ids):
+                    self._rank(lease, now_s=now_s)  # renewed since, and worth more than it was
+                    continue
+                looked_at.append(rank)
+                heappush(exact, (self._value(lease, chance), due_s, number, lease))
+        finally:
+            for rank in looked_at:
+                lease, num_blocks = rank[3:5]
+                # What was clipped is worth less than it was: the next call ranks it anew.
+                if lease not in ranked and len(lease.block_ids) == num_blocks:
+                    ranked.add(lease)
+                    heappush(ranks, rank)
+
+    def _rank(self, lease: Lease, *, now_s: float) -> None:
+        chance = self._gaps.return_chance(lease.key, lease.due_s, now_s=now_s)
+        num_blocks = len(lease.block_ids)
+        least = chance * self._rates.prefill_s(num_blocks * self._block_size) / num_blocks
+        self._num_ranked += 1
+        # At equal value the one that ends first; the number keeps leases from being compared.
+        heappush(self._ranks, (least, lease.due_s, self._num_ranked, lease, num_blocks, chance))
+        self._ranked.add(lease)
 
     def _value(self, lease: Lease, chance: float) -> float:
         # All that holds blocks holds prefixes, so what others hold too are the first ones: a search finds the rest.

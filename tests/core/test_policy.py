@@ -83,8 +83,33 @@ def test_values_are_kept_for_a_second_unless_a_lease_changes():
     gaps.ended(("t", "a"), "tool:bash", now_s=0)
     assert names(order(leases, now_s=0.9)) == ["a", "b"]
     assert names(order(leases, now_s=1)) == ["b", "a"]
-    leases[0].due_s = 2
+    leases[1].due_s = 1e6
     assert names(order(leases, now_s=1.5)) == ["a", "b"]
+
+
+def test_what_was_taken_from_a_lease_counts_at_once():
+    """The longer a lease the more its last block is worth: one that has been clipped is ranked anew."""
+    leases = [make_lease("a", range(900)), make_lease("b", range(900, 1700)), make_lease("new", range(1700, 2650))]
+    order = make_order(leases, GapModel())
+    new = leases.pop()
+    victims = order(leases, now_s=0)
+    assert [next(victims).key[1] for _ in leases] == ["b", "a"]
+    del leases[0].block_ids[1:]
+    victims.close()
+    assert names(order(leases, now_s=0.4)) == ["a", "b"]
+    assert names(order([*leases, new], now_s=0.5)) == ["a", "b", "new"]
+    assert names(order([new, leases[1]], now_s=0.6)) == ["b", "new"]
+
+
+def test_a_call_that_goes_on_hides_nothing_from_the_next():
+    """What a call that was not read to its end has looked at is there for the next one too."""
+    leases = [make_lease("a", range(4)), make_lease("b", range(4, 7))]
+    order = make_order(leases, GapModel())
+    victims = order(leases, now_s=0)
+    assert next(victims).key[1] == "b"
+    assert names(order(leases, now_s=0.5)) == ["b", "a"]
+    victims.close()
+    assert names(order(leases, now_s=0.6)) == ["b", "a"]
 
 
 @given(
