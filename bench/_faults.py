@@ -82,6 +82,25 @@ def d_killed(scene: Scene) -> None:
     scene.restart("decode")
 
 
+def killed_in_a_read(dies: Role, reader: Role) -> Callable[[Scene], None]:
+    """Kill an engine while bytes are on their way: the other side of the read stands still, so that none arrives."""
+    source: Role = "decode" if reader == "prefill" else "prefill"
+
+    def run(scene: Scene) -> None:
+        rig = scene.rig
+        with scene.at_points(), rig.brakes.held(f"{reader}-read") as posted:
+            with rig.frozen(source):
+                scene.let_go()
+                posted.wait()
+                rig.kill(dies)
+            posted.let_go()
+            scene.wait()
+        rig.brakes.forget()
+        scene.restart(dies)
+
+    return run
+
+
 def p_stopped(scene: Scene) -> None:
     """Stop P's processes, have D's turn end without it, and let P go on."""
     with scene.at_points(), scene.rig.frozen("prefill"):

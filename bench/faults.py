@@ -33,6 +33,7 @@ from bench._faults import (
     delayed,
     expired,
     hold_over,
+    killed_in_a_read,
     p_killed,
     p_stopped,
     p_stopped_until_hold_over,
@@ -86,6 +87,8 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+# Opens a session again on a home that has lost it.
+BY_SDK = {"by_sdk": True}
 BAD_MESSAGE = [{"role": "user", "content": None}]
 # Where a client may leave, and which engine's request must end by an abort then.
 LEAVING: tuple[tuple[str, Role | None], ...] = (
@@ -161,9 +164,16 @@ def matrix() -> list[Case]:
         Case("P killed", (BETWEEN_TURNS, "P has it queued", "P reads", "P computes"), p_killed),
         Case("P killed", ("after begin", "D posts its read"), p_killed),
         Case("P killed", ("P answered", "D reads", "P posts its read"), p_killed),
-        Case("D killed", (BETWEEN_TURNS, "P has it queued", "D reads", "D decodes"), d_killed, {"by_sdk": True}),
-        Case("D killed", ("after begin", "D has it queued", "P computes", "at settle"), d_killed, {"by_sdk": True}),
-        Case("D killed", ("P reads", "before begin"), d_killed, {"by_sdk": True}),
+        Case("P killed", ("D has it queued", "D decodes"), p_killed),
+        Case("P killed", ("at settle",), p_killed),
+        Case("P killed in its read", ("P posts its read",), killed_in_a_read("prefill", reader="prefill")),
+        Case("D killed", (BETWEEN_TURNS, "P has it queued", "D reads", "D decodes"), d_killed, BY_SDK),
+        Case("D killed", ("after begin", "D has it queued", "P computes", "at settle"), d_killed, BY_SDK),
+        Case("D killed", ("P reads", "before begin"), d_killed, BY_SDK),
+        Case("D killed", ("P answered", "P posts its read"), d_killed, BY_SDK),
+        Case("D killed", ("D posts its read",), d_killed, BY_SDK),
+        Case("D killed in P's read", ("P posts its read",), killed_in_a_read("decode", reader="prefill"), BY_SDK),
+        Case("D killed in its read", ("D posts its read",), killed_in_a_read("decode", reader="decode"), BY_SDK),
     ]
     pairs = [(case.fault, point) for case in cases for point in case.points]
     require(len(pairs) == len(set(pairs)), "a pair stands there twice")
