@@ -143,11 +143,13 @@ def test_a_template_that_strips_reasoning_changes_the_messages(stack, route):
     stack.run(scenario)
 
 
-@ROUTES
-@pytest.mark.parametrize("behind", ["user", "tool"])
-@pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
+@pytest.mark.parametrize(
+    ("route", "tools", "behind"),
+    [("turns", None, "user"), ("chat", TOOLS, "user"), ("turns", TOOLS, "tool"), ("chat", TOOLS, "tool")],
+    ids=["plain", "tools", "tool loop", "tool loop in a chat"],
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_family_says_what_it_rewrites(stack, route, family, tools, behind):
+def test_each_family_says_what_it_rewrites(stack, family, route, tools, behind):
     """With and without thinking, tools and a tool loop: all that was held, or all up to the first token that differs.
 
     That is the model's reply, or the thought that the prompt had begun for it; never anything before.
