@@ -166,8 +166,6 @@ MUTANTS = (
             f"{READS}::test_a_preempted_reader_computes",
             f"{IN_FLIGHT}::test_p_reads_a_ticket_under_async_scheduling",
             f"{BOTH_WAYS}::test_everything_goes_on_where_both_are_full",
-            "tests/engine/test_faults.py::test_a_read_whose_request_is_preempted",
-            "tests/engine/test_faults.py::test_a_home_that_dies_while_p_reads_from_it",
         ),
     ),
     Mutant(
@@ -575,10 +573,7 @@ MUTANTS = (
         "server_ext/http/conductor.py",
         "        finally:\n            await said.turn.abandon_whatever_happens()\n",
         "        finally:\n            pass\n",
-        (
-            f"{ROUTES}::test_a_client_that_leaves_its_stream",
-            "tests/engine/test_continuation.py::test_after_an_early_close",
-        ),
+        (f"{ROUTES}::test_a_client_that_leaves_its_stream",),
     ),
     Mutant(
         "server_ext/http/conductor.py",
@@ -633,10 +628,7 @@ MUTANTS = (
         "bidikv_sdk/_state.py",
         "        except SessionNotFound:\n            if not state.turn:\n                raise\n",
         "        except SessionNotFound:\n            raise\n",
-        (
-            "tests/sdk/test_session.py::test_a_lost_session_is_opened_again_by_the_next_turn",
-            "tests/engine/test_outcomes.py::test_with_d_restarted",
-        ),
+        ("tests/sdk/test_session.py::test_a_lost_session_is_opened_again_by_the_next_turn",),
     ),
     # Rendering.
     Mutant(
