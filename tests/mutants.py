@@ -47,6 +47,10 @@ IN_FLIGHT = "tests/scheduler/test_steps_in_flight.py"
 LOST_IN_SCHEDULER = "tests/scheduler/test_lost_leases_in_the_scheduler.py"
 HOLDS = "tests/scheduler/test_holds.py"
 READS = "tests/scheduler/test_reads_in_the_scheduler.py"
+BLOCKS = "tests/scheduler/test_what_blocks_hold.py"
+BOTH_WAYS = "tests/scheduler/test_both_ways_at_once.py"
+LATE_READS = "tests/scheduler/test_late_reads.py"
+RENEWALS = "tests/scheduler/test_many_renewals.py"
 STARTUP = "tests/scheduler/test_startup.py"
 WEIGHTS_AND_SLEEP = "tests/scheduler/test_weights_and_sleep.py"
 
@@ -103,8 +107,10 @@ MUTANTS = (
         "num_matched = min(common_prefix_length(lease.token_ids, prompt_ids), lease.num_tokens)",
         "num_matched = min(len(prompt_ids), lease.num_tokens)",
         (
+            f"{BLOCKS}::test_an_edited_session_leaves_the_original_to_others",
             f"{LEASES}::test_an_edited_prompt_matches_up_to_the_first_difference",
             "tests/http/test_divergence.py::test_a_template_that_strips_reasoning_changes_the_messages",
+            "tests/http/test_divergence.py::test_each_family_says_what_it_rewrites",
             "tests/http/test_divergence.py::test_a_partly_filled_last_block_is_compared_token_by_token",
         ),
     ),
@@ -118,19 +124,28 @@ MUTANTS = (
         "server_ext/core/ledger.py",
         '"""Take the references of a ticket."""\n        self._pins.pin(block_ids)\n',
         '"""Take the references of a ticket."""\n',
-        (f"{LEASES}::test_nothing_is_freed_under_an_open_ticket",),
+        (
+            f"{LEASES}::test_nothing_is_freed_under_an_open_ticket",
+            f"{BLOCKS}::test_the_blocks_of_a_ticket_are_written_again_only_when_it_is_over",
+        ),
     ),
     Mutant(
         "server_ext/core/ticket_desk.py",
         "if now_s - read_age_s >= given_back_s:",
         "if False:",
-        (f"{LEASES}::test_a_read_that_outlasted_its_blocks_is_counted",),
+        (
+            f"{LEASES}::test_a_read_that_outlasted_its_blocks_is_counted",
+            f"{BLOCKS}::test_the_blocks_of_a_ticket_are_written_again_only_when_it_is_over",
+        ),
     ),
     Mutant(
         "server_ext/core/ticket_desk.py",
         "elif not self._held.ledger.can_ticket(block_ids, max_ticketed=self._max_ticketed):",
         "elif False:",
-        (f"{LEASES}::test_tickets_leave_room_for_the_longest_request",),
+        (
+            f"{LEASES}::test_tickets_leave_room_for_the_longest_request",
+            f"{BOTH_WAYS}::test_everything_goes_on_where_both_are_full",
+        ),
     ),
     Mutant(
         "server_ext/engine/decode.py",
@@ -150,6 +165,7 @@ MUTANTS = (
             f"{READS}::test_a_failed_read_is_computed_and_never_asked_for_again",
             f"{READS}::test_a_preempted_reader_computes",
             f"{IN_FLIGHT}::test_p_reads_a_ticket_under_async_scheduling",
+            f"{BOTH_WAYS}::test_everything_goes_on_where_both_are_full",
         ),
     ),
     Mutant(
@@ -159,12 +175,97 @@ MUTANTS = (
         (f"{READS}::test_a_ticket_that_does_not_fit_is_refused_and_the_prompt_computed",),
     ),
     Mutant(
+        "server_ext/engine/prefill.py",
+        "return self.ttl_s is not None and now_s - self.arrival_s + _EXPIRY_MARGIN_S >= self.ttl_s",
+        "return False",
+        (
+            f"{READS}::test_a_ticket_that_does_not_fit_is_refused_and_the_prompt_computed",
+            "tests/engine/test_two_tenants.py::test_a_late_ticket",
+        ),
+    ),
+    Mutant(
         "server_ext/http/turn.py",
         "if self._handover_failed():",
         "if False:",
         (f"{ROUTES}::test_what_d_could_not_read_from_p_is_told",),
     ),
+    Mutant(
+        "server_ext/http/turn.py",
+        "            self._failed_urls = unavailable.failed_urls\n            return None\n",
+        "            self._failed_urls = unavailable.failed_urls\n            raise\n",
+        (
+            f"{ROUTES}::test_without_p_the_turn_is_computed_on_d",
+            "tests/engine/test_outcomes.py::test_with_p_gone_and_back",
+        ),
+    ),
+    Mutant(
+        "server_ext/engine/prefill.py",
+        "        return delay_free, params\n\n    def on_weight_version",
+        "        return False, params\n\n    def on_weight_version",
+        (f"{BOTH_WAYS}::test_an_abort_while_both_ways_are_under_way",),
+    ),
+    Mutant(
+        "server_ext/engine/worker.py",
+        "return now_s >= end_s",
+        "return False",
+        (
+            f"{LATE_READS}::test_a_read_that_ended_after_its_deadline_has_failed",
+            f"{LATE_READS}::test_each_read_is_judged_by_its_own_ticket",
+        ),
+    ),
+    Mutant(
+        "server_ext/engine/worker.py",
+        "remote.blocks_expiry_time - self._engine_clock_offset[remote.engine_id]",
+        "remote.blocks_expiry_time",
+        (
+            f"{LATE_READS}::test_a_read_that_ended_after_its_deadline_has_failed",
+            f"{LATE_READS}::test_a_read_that_ended_before_its_deadline_is_believed",
+        ),
+    ),
+    Mutant(
+        "server_ext/engine/decode.py",
+        '"remote_engine_id": self.engine_id,',
+        '"remote_engine_id": "d",',
+        ("tests/scheduler/test_tickets_in_the_scheduler.py::test_each_life_of_an_engine_signs_tickets_of_its_own",),
+    ),
+    # What P may still be reading stays, however the turn ended.
+    Mutant(
+        "server_ext/http/turn.py",
+        "if self.plan.ticket is not None and not self._may_still_read:",
+        "if self.plan.ticket is not None:",
+        (
+            f"{ROUTES}::test_without_p_the_turn_is_computed_on_d",
+            "tests/engine/test_memory.py::test_blocks_of_a_ticket_whose_reader_is_stuck",
+        ),
+    ),
+    Mutant(
+        "server_ext/http/turn.py",
+        '"return_ticket": not self._may_still_read}',
+        '"return_ticket": True}',
+        (
+            f"{ROUTES}::test_a_client_that_leaves_while_p_computes",
+            "tests/engine/test_faults.py::test_a_prefill_that_is_given_up_during_its_read",
+        ),
+    ),
+    Mutant(
+        "server_ext/core/leases.py",
+        "            ticket, ticket_reason = self._desk.check_out(turn, lease, num_matched, now_s=now_s)\n",
+        "            pass\n",
+        (
+            f"{LEASES}::test_an_appended_prompt_matches_all_that_is_held",
+            "tests/engine/test_turns.py::test_every_later_turn_fetches_all_that_is_held",
+        ),
+    ),
     # What a lease holds.
+    Mutant(
+        "server_ext/engine/decode.py",
+        "        compat.RequestStatus.FINISHED_ABORTED,\n",
+        "",
+        (
+            f"{IN_SCHEDULER}::test_a_stop_string_is_an_abort_and_still_leased",
+            "tests/engine/test_continuation.py::test_after_a_stop_string",
+        ),
+    ),
     Mutant(
         "server_ext/core/leases.py",
         "if turn is None or turn.pin is not None or num_tokens <= 0:",
@@ -196,6 +297,12 @@ MUTANTS = (
             f"{IN_FLIGHT}::test_a_rejected_draft_is_not_leased",
             f"{IN_FLIGHT}::test_drafts_that_were_not_scheduled_yet_are_not_leased",
         ),
+    ),
+    Mutant(
+        "server_ext/core/holdings.py",
+        "        self.ledger.pin(shared_ids)\n",
+        "",
+        (f"{BLOCKS}::test_an_edited_session_leaves_the_original_to_others",),
     ),
     Mutant(
         "server_ext/core/leases.py",
@@ -240,6 +347,7 @@ MUTANTS = (
             f"{IN_SCHEDULER}::test_a_running_request_takes_a_leased_block_instead_of_being_preempted",
             f"{IN_FLIGHT}::test_a_running_request_takes_a_leased_block_with_a_step_in_flight",
             f"{IN_SCHEDULER}::test_a_new_request_is_admitted_in_the_same_step_as_on_an_empty_pool",
+            f"{BOTH_WAYS}::test_everything_goes_on_where_both_are_full",
             "tests/engine/test_memory.py::test_a_plain_request_gets_its_blocks_from_leases",
         ),
     ),
@@ -254,6 +362,12 @@ MUTANTS = (
         "num_freed += num_ours[block_id] == num_references(block_id)",
         "num_freed += 1",
         ("tests/core/test_revocation.py::test_blocks_under_a_ticket_are_not_reclaimable",),
+    ),
+    Mutant(
+        "server_ext/core/policy.py",
+        'return sorted(leases, key=attrgetter("due_s"))',
+        'return sorted(leases, key=attrgetter("due_s"), reverse=True)',
+        ("tests/core/test_revocation.py::test_the_lease_with_the_least_remaining_time_gives_way_first",),
     ),
     Mutant(
         "server_ext/core/holdings.py",
@@ -273,10 +387,25 @@ MUTANTS = (
         (f"{LEASES}::test_a_shared_block_costs_its_budget_once",),
     ),
     Mutant(
+        "server_ext/core/holdings.py",
+        "while (item := self._deadlines.pop_due(now_s=now_s)) is not None:",
+        "while (item := None) is not None:",
+        (
+            f"{LEASES}::test_every_verb_sees_the_world_after_the_sweep",
+            "tests/engine/test_memory.py::test_an_expired_lease_is_free_at_the_first_look",
+        ),
+    ),
+    Mutant(
         "server_ext/core/deadlines.py",
         "            elif item.due_s > now_s:\n                self.schedule(item)\n",
         "            elif item.due_s > now_s:\n                self.schedule(item)\n                return None\n",
         (f"{LEASES}::test_one_sweep_reclaims_every_expired_lease_whatever_its_place",),
+    ),
+    Mutant(
+        "server_ext/core/leases.py",
+        "            raise LeaseLost(msg, reason=reason)\n        self._held.renew(key, ttl_s, now_s=now_s)\n",
+        "            raise LeaseLost(msg, reason=reason)\n",
+        (f"{RENEWALS}::test_128_leases_are_renewed_behind_every_step", f"{LEASES}::test_extend_never_shortens"),
     ),
     Mutant(
         "server_ext/core/deadlines.py",
@@ -390,6 +519,12 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "server_ext/engine/settings.py",
+        'if transfer.kv_connector == "MultiConnector":',
+        "if False:",
+        (f"{STARTUP}::test_another_connector_beside_ours_is_refused",),
+    ),
+    Mutant(
         "server_ext/engine/control.py",
         "if control is None:",
         "if False:",
@@ -400,7 +535,10 @@ MUTANTS = (
         "server_ext/core/sessions.py",
         "            self._remove(session)\n        self._add(opened)\n",
         "            self._drop(session, now_s=now_s)\n        self._add(opened)\n",
-        ("tests/core/test_home.py::test_a_replaced_transcript_keeps_the_lease",),
+        (
+            "tests/core/test_home.py::test_a_replaced_transcript_keeps_the_lease",
+            "tests/engine/test_repeats.py::test_open_is_idempotent_and_takes_over_on_demand",
+        ),
     ),
     Mutant(
         "server_ext/http/tenants.py",
@@ -426,7 +564,10 @@ MUTANTS = (
         "server_ext/http/turn_request.py",
         'if body.get("n") not in (None, 1):',
         "if False:",
-        ("tests/http/test_turn_request.py::test_what_a_session_cannot_do_is_refused_by_name",),
+        (
+            "tests/http/test_turn_request.py::test_what_a_session_cannot_do_is_refused_by_name",
+            "tests/engine/test_refusals.py::test_a_turn_that_is_refused",
+        ),
     ),
     Mutant(
         "server_ext/http/conductor.py",
@@ -481,7 +622,7 @@ MUTANTS = (
         "bidikv_sdk/_keeper.py",
         "self._due_s = started_s + self._interval_s",
         'self._due_s = float("inf")',
-        ("tests/sdk/test_keeper.py::test_a_hold_outlives_many_ttls",),
+        ("tests/sdk/test_keeper.py::test_a_hold_outlives_many_ttls", "tests/engine/test_sdk.py::test_a_session"),
     ),
     Mutant(
         "bidikv_sdk/_state.py",
@@ -494,7 +635,10 @@ MUTANTS = (
         "server_ext/http/render.py",
         "            and whole.startswith(before)\n",
         "",
-        (f"{RENDER}::test_reasoning_that_the_template_strips_leaves_the_prompt",),
+        (
+            f"{RENDER}::test_reasoning_that_the_template_strips_leaves_the_prompt",
+            "tests/http/test_divergence.py::test_each_family_says_what_it_rewrites",
+        ),
     ),
     # What a lease is worth, kept for a second.
     Mutant(

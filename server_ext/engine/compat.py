@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import inspect
 import json
+import uuid
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -183,11 +184,27 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, 
             not vllm_config.cache_config.enable_prefix_caching,
             "prefix caching is off, so D could not use its own leased blocks; enable it",
         ),
+        (
+            not _is_minted(transfer.engine_id),
+            (
+                f"engine_id={transfer.engine_id!r} stays the same when the engine is started again, so that tickets of "
+                "its former life would be believed; leave engine_id out, and vLLM makes one up at each start"
+            ),
+        ),
     ]
     for refused, why in refusals:
         if refused:
             msg = f"bidikv cannot serve this configuration: {why}"
             raise ValueError(msg)
+
+
+def _is_minted(engine_id: str) -> bool:
+    """Tell whether an engine's id looks like those that vLLM makes up."""
+    try:
+        uuid.UUID(engine_id)
+    except ValueError:
+        return False
+    return True
 
 
 def model_fingerprint(vllm_config: VllmConfig) -> str:

@@ -81,9 +81,18 @@ class EngineSettings:
         """Read the settings out of an engine's configuration.
 
         Raises:
-            ValueError: as `from_mapping`.
+            ValueError: as `from_mapping`; or ours is not the only connector.
         """
-        extra = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+        transfer = vllm_config.kv_transfer_config
+        if transfer.kv_connector == "MultiConnector":
+            # Seen by the API server only: a connector within a MultiConnector gets its own part of the configuration.
+            msg = (
+                "bidikv cannot serve this configuration: kv_connector='MultiConnector': what another connector stores "
+                "or loads is no part of a lease; set kv_connector='BidiKVConnector' alone, or take 'bidikv' and "
+                "'bidikv_http' out of VLLM_PLUGINS"
+            )
+            raise ValueError(msg)
+        extra = transfer.kv_connector_extra_config or {}
         hold_s = extra.get("kv_lease_duration", _KV_LEASE_DURATION_S)
         return cls.from_mapping(extra.get("bidikv", {}), kv_lease_duration_s=hold_s)
 

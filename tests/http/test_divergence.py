@@ -7,6 +7,7 @@ import pytest
 from bidikv_sdk.wire import SessionInfo
 
 from .fakes import BLOCK_SIZE, Script, turn_body
+from .families import FAMILIES, KEPT_IN_A_TOOL_LOOP
 from .templates import CHATML, OPTIONS, THINKING
 
 pytestmark = pytest.mark.filterwarnings("ignore:max_tokens is deprecated")
@@ -24,22 +25,23 @@ class Conversation:
         self.stack, self.client, self.route = stack, client, route
         self.messages = [{"role": "system", "content": SYSTEM}]
         self.tools = None
+        self.fields = {}
         self.num_turns = 0
         self.held_ids = []
 
-    async def say(self, text, *, reply="Hello there."):
+    async def say(self, text, *, reply="Hello there.", role="user"):
         """Run a turn; return its cache report, whose `diverged_at` is checked against the ids."""
         self.stack.engine.script = Script(reply)
-        delta = [{"role": "user", "content": text}]
+        delta = [{"role": role, "content": text, **({"tool_call_id": "c"} if role == "tool" else {})}]
         if self.route == "chat":
             self.messages += delta
-            body = {"messages": self.messages, "session_id": "s", "tools": self.tools}
+            body = {"messages": self.messages, "session_id": "s", "tools": self.tools, **self.fields}
             reply = await self.client.post("/v1/chat/completions", json=body)
         else:
             delta = delta if self.num_turns else [*self.messages, *delta]
             self.messages += delta[-1:]
             body = turn_body(self.num_turns + 1) | {"messages": delta}
-            reply = await self.client.post("/v1/sessions/s/turns", json=body | {"tools": self.tools})
+            reply = await self.client.post("/v1/sessions/s/turns", json=body | {"tools": self.tools, **self.fields})
         assert reply.status_code == 200, reply.text
         self.num_turns += 1
         self.messages.append(reply.json()["choices"][0]["message"])
@@ -137,6 +139,38 @@ def test_a_template_that_strips_reasoning_changes_the_messages(stack, route):
         assert cache.fetched_tokens == cache.diverged_at < cache.held_tokens
         assert cache.diverged_at % BLOCK_SIZE
         assert (await talk.say("On.")).reason == "cheapest"
+
+    stack.run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("route", "tools", "behind"),
+    [("turns", None, "user"), ("chat", TOOLS, "user"), ("turns", TOOLS, "tool"), ("chat", TOOLS, "tool")],
+    ids=["plain", "tools", "tool loop", "tool loop in a chat"],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_says_what_it_rewrites(stack, family, route, tools, behind):
+    """With and without thinking, tools and a tool loop: all that was held, or all up to the first token that differs.
+
+    That is the model's reply, or the thought that the prompt had begun for it; never anything before.
+    """
+    template, enable_thinking, said, is_kept = FAMILIES[family]
+    if behind == "tool":
+        is_kept = family in KEPT_IN_A_TOOL_LOOP
+
+    async def scenario(client):
+        stack.configure(template=template)
+        talk = Conversation(stack, client, route)
+        talk.tools, talk.fields = tools, {"chat_template_kwargs": {"enable_thinking": enable_thinking}}
+        await talk.say(LONG, reply=said)
+        num_before = len(stack.engine.requests[-1][0])
+        cache = await talk.say("More", reply=said, role=behind)
+        assert cache.outcome == "fetched"
+        if is_kept:
+            assert (cache.reason, cache.diverged_at, cache.fetched_tokens) == ("cheapest", None, cache.held_tokens)
+        else:
+            assert (cache.reason, cache.fetched_tokens) == ("messages_changed", cache.diverged_at)
+            assert num_before - 12 < cache.diverged_at < cache.held_tokens
 
     stack.run(scenario)
 

@@ -1,9 +1,15 @@
 """What the connector refuses at start-up, and how clearly."""
 
+import asyncio
+from argparse import Namespace
+from types import SimpleNamespace
+
 import pytest
+from vllm.config import KVTransferConfig
 
 from server_ext.engine import compat, control
 from server_ext.engine.settings import EngineSettings
+from server_ext.http.plugin import BidiKVPlugin
 
 from .harness import SECRET, engine_config
 
@@ -32,6 +38,7 @@ class _Groups:
         (lambda c: setattr(c.cache_config, "enable_prefix_caching", False), False, "prefix caching is off"),
         (lambda c: setattr(c, "speculative_config", object()), False, "speculative"),
         (lambda c: setattr(c, "lora_config", object()), False, "LoRA"),
+        (lambda c: setattr(c.kv_transfer_config, "engine_id", "d1"), False, "engine_id='d1'"),
     ],
 )
 def test_a_configuration_that_cannot_be_served_is_refused_by_name(make_harness, config, break_it, reads, named):
@@ -41,6 +48,28 @@ def test_a_configuration_that_cannot_be_served_is_refused_by_name(make_harness, 
     break_it(config)
     with pytest.raises(ValueError, match=named):
         compat.refuse_unsupported(config, groups, reads=reads)
+
+
+def test_another_connector_beside_ours_is_refused(config):
+    """Within a MultiConnector ours would not be reached, and other connectors would store what leases hold."""
+    ours = config.kv_transfer_config
+    connectors = [
+        {
+            "kv_connector": ours.kv_connector,
+            "kv_connector_module_path": ours.kv_connector_module_path,
+            "kv_role": ours.kv_role,
+            "kv_connector_extra_config": ours.kv_connector_extra_config,
+        },
+        {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"},
+    ]
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": connectors}
+    )
+    starting = BidiKVPlugin().init_state(
+        SimpleNamespace(vllm_config=config), SimpleNamespace(), Namespace(api_key=None)
+    )
+    with pytest.raises(ValueError, match=r"kv_connector='MultiConnector'.*kv_connector='BidiKVConnector' alone"):
+        asyncio.run(starting)
 
 
 def test_models_with_several_kinds_of_attention_are_refused(config):

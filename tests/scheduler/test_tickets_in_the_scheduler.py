@@ -59,6 +59,23 @@ def test_a_note_returns_one_readers_ticket_only(d):
     assert d.control("return_ticket", ticket_id=second)["was_open"]
 
 
+def test_each_life_of_an_engine_signs_tickets_of_its_own(make_harness, d):
+    """A D that was started again knows no session of before, and its tickets name another engine.
+
+    NIXL's handshake asks for exactly the engine that the ticket names.
+    """
+    d.lease(ids(40), "s")
+    reborn = make_harness("decode", num_blocks=24, min_fetch_tokens=0)
+    assert reborn.control("get")["error"]["code"] == "session_not_found"
+    reborn.lease(ids(40), "s")
+    lives = []
+    for life in (d, reborn):
+        begun = life.begin(ids(60), turn=2, want_ticket=True)
+        lives.append(begun["ticket"]["remote_engine_id"])
+        assert lives[-1] == life.scheduler.connector.engine_id
+    assert lives[0] != lives[1]
+
+
 def test_notes_of_tickets_are_kept_from_stock_code():
     """Stock code sees the notes of its own requests, and the lease table those of tickets, each of them once."""
     polls = iter(
