@@ -1,10 +1,9 @@
 """What the lease table costs with 1,000 leases of 4,096 tokens: `python bench/lease_table.py`.
 
 Prints a table, writes `out/lease_table.json` (with `--doc` also `docs/lease-table.md`), and exits with 1 where a bar is
-missed. The verbs run on a pool that
-only counts, so that the table alone is timed; the last rows are vLLM's own block pool, without an engine. All is
-measured several times over, and each row is the median of its quietest run, as Python's own `timeit` advises: what
-makes a run slower is other work on the machine, and that comes and goes within seconds.
+missed. The verbs run on a pool that only counts, so that the table alone is timed; the last rows are vLLM's own block
+pool, without an engine. All is measured several times over, and each row is the median of its quietest run, as Python's
+own `timeit` advises: what makes a run slower is other work on the machine, and that comes and goes within seconds.
 """
 
 from __future__ import annotations
