@@ -252,8 +252,8 @@ scheduler thread, between or within its steps, with {num_leases:,} leases of {le
 `grant` ends a session's first turn and `settle` every later one. `scheduler step` is all that our connector adds to a
 step of D: noting its time and {num_running} requests, and looking for what is due; in `step, one expires` a lease is.
 Rows without a limit are for information. `revoke` takes {revoked_blocks} blocks within an allocation that would fail
-without them, and orders all {num_leases:,} leases by what they are worth for that, `first` when that must be computed
-anew: a step that has to do so is longer by as much.
+without them: `first` where all {num_leases:,} leases must be ranked by what they are worth, `again` within a second
+of that, while ranks are kept. A step that has to revoke is longer by as much.
 """
 
 

@@ -187,8 +187,7 @@ class LinearFit:
         self._values = fixed, rate, second
         priors, (fixed_hope, rate_hope, second_hope) = self._priors, self._hopes
         self._coefficients = fixed * priors[0], rate * priors[1], second * priors[2]
-        hoped_s = fixed_hope * fixed_s + rate_hope * rate_s + second_hope * second_s
-        is_best = fixed * fixed_s + rate * rate_s + second * second_s <= hoped_s
+        is_best = fixed * fixed_s + rate * rate_s + second * second_s <= _dot(self._hopes, units)
         fades = 1.0 if is_best else _HOPE_FADES
         self._hopes = (
             fixed_hope + fades * (fixed - fixed_hope),
