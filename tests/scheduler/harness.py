@@ -22,6 +22,8 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from server_ext.core.tickets import build_ticket
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
@@ -170,3 +172,38 @@ class Harness:
 def ids(num_tokens: int, start: int = 1000) -> list[int]:
     """Return token ids [num_tokens] that no other `start` shares."""
     return list(range(start, start + num_tokens))
+
+
+def ticket_for(
+    p: Harness,
+    prompt_ids: list[int],
+    num_tokens: int,
+    *,
+    secret: bytes = SECRET,
+    ttl_s: float = 60.0,
+    ticket_id: str = "bidikv-ticket-1",
+    **other: Any,
+) -> dict[str, Any]:
+    """Return a ticket of D's on the first tokens of a prompt, for a scheduler of P; `other` are fields of it."""
+    address = {
+        "remote_engine_id": "d",
+        "remote_host": "127.0.0.1",
+        "remote_port": 9,
+        "remote_blocks_expiry_time": 1e9,
+        "tp_size": 1,
+        "bidikv_ttl_s": ttl_s,
+    }
+    fields = {
+        "block_ids": list(range(-(-num_tokens // BLOCK_SIZE))),
+        "fingerprint": p.scheduler.connector.connector_scheduler.identity.fingerprint,  # D's own would be equal
+        **other,
+    }
+    return build_ticket(
+        address,
+        ticket_id=ticket_id,
+        num_tokens=num_tokens,
+        prompt_ids=prompt_ids,
+        nonce="n",
+        secret=secret,
+        **fields,
+    )

@@ -3,10 +3,10 @@
 import pytest
 from vllm.v1.request import RequestStatus
 
-from server_ext.core.tickets import build_ticket, sign
+from server_ext.core.tickets import sign
 from server_ext.engine.notes import ReadTickets
 
-from .harness import BLOCK_SIZE, SECRET, ids
+from .harness import BLOCK_SIZE, SECRET, ids, ticket_for
 
 NUM_BLOCKS = 20
 PROMPT = ids(3 * BLOCK_SIZE)
@@ -17,27 +17,6 @@ FOR_D = sign({"do_remote_decode": True, "do_remote_prefill": False}, SECRET)
 def p(make_harness):
     """A scheduler of P."""
     return make_harness("prefill", num_blocks=NUM_BLOCKS)
-
-
-def ticket_for(p, prompt_ids):
-    """Return a ticket on the first two blocks of a prompt, as D would sign it."""
-    return build_ticket(
-        {
-            "remote_engine_id": "d",
-            "remote_host": "127.0.0.1",
-            "remote_port": 9,
-            "remote_blocks_expiry_time": 1e9,
-            "tp_size": 1,
-            "bidikv_ttl_s": 60.0,
-        },
-        ticket_id=f"bidikv-ticket-{prompt_ids[0]}",
-        block_ids=[3, 4],
-        num_tokens=2 * BLOCK_SIZE,
-        prompt_ids=prompt_ids,
-        fingerprint=p.scheduler.connector.connector_scheduler.identity.fingerprint,
-        nonce="n",
-        secret=SECRET,
-    )
 
 
 # What happens, and how many blocks are held behind it: 2 that P's read writes into, and 3 that D reads.
@@ -55,7 +34,7 @@ def test_an_abort_while_both_ways_are_under_way(p, order):
     """Of two prompts one is aborted while P reads for it, and D reads what P has computed for the other."""
     handed = p.add("handed", ids(3 * BLOCK_SIZE, 5000), max_tokens=1, transfer=FOR_D)
     p.run(handed)
-    reading = p.add("reading", PROMPT, max_tokens=1, transfer=ticket_for(p, PROMPT))
+    reading = p.add("reading", PROMPT, max_tokens=1, transfer=ticket_for(p, PROMPT, 2 * BLOCK_SIZE))
     p.answer(p.step())
     assert reading.status == RequestStatus.WAITING_FOR_REMOTE_KVS
     ends = {

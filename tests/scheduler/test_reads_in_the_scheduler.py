@@ -5,38 +5,16 @@ import time
 import pytest
 from vllm.v1.request import RequestStatus
 
-from server_ext.core.tickets import build_ticket, sign
+from server_ext.core.tickets import sign
 
-from .harness import BLOCK_SIZE, SECRET, ids
+from .harness import BLOCK_SIZE, SECRET, ids, ticket_for
 
 PROMPT = ids(3 * BLOCK_SIZE)
 HELD = 2 * BLOCK_SIZE + 5
 
 
-def _ticket(p, *, num_tokens=HELD, prompt_ids=PROMPT, secret=SECRET, ttl_s=60.0, ticket_id="bidikv-ticket-1", **other):
-    connector = p.scheduler.connector.connector_scheduler
-    address = {
-        "remote_engine_id": "d",
-        "remote_host": "127.0.0.1",
-        "remote_port": 9,
-        "remote_blocks_expiry_time": 1e9,
-        "tp_size": 1,
-        "bidikv_ttl_s": ttl_s,
-    }
-    fields = {
-        "block_ids": list(range(-(-num_tokens // BLOCK_SIZE))),
-        "fingerprint": connector.identity.fingerprint,  # D's own would be equal
-        **other,
-    }
-    return build_ticket(
-        address,
-        ticket_id=ticket_id,
-        num_tokens=num_tokens,
-        prompt_ids=prompt_ids,
-        nonce="n",
-        secret=secret,
-        **fields,
-    )
+def _ticket(p, *, num_tokens=HELD, prompt_ids=PROMPT, **other):
+    return ticket_for(p, prompt_ids, num_tokens, **other)
 
 
 def _report(p, request):

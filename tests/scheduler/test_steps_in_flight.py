@@ -6,10 +6,9 @@ A lease counts what is certainly written, and nothing that a step in flight may 
 import pytest
 from vllm.v1.request import RequestStatus
 
-from server_ext.core.tickets import build_ticket
 from server_ext.engine.decode import num_tokens_in_cache
 
-from .harness import BLOCK_SIZE, SECRET, STOP_ID, ids
+from .harness import BLOCK_SIZE, STOP_ID, ids, ticket_for
 from .test_leases_in_the_scheduler import FROM_P
 
 PROMPT = ids(2 * BLOCK_SIZE - 3)
@@ -174,25 +173,8 @@ def test_p_reads_a_ticket_under_async_scheduling(make_harness, fails, num_comput
     """A reader with steps in flight loads the ticket's tokens, computes the rest, and gives every block back."""
     p = make_harness("prefill", num_blocks=20, is_async=True)
     assert p.scheduler.defer_block_free
-    ticket = build_ticket(
-        {
-            "remote_engine_id": "d",
-            "remote_host": "127.0.0.1",
-            "remote_port": 9,
-            "remote_blocks_expiry_time": 1e9,
-            "tp_size": 1,
-            "bidikv_ttl_s": 60.0,
-        },
-        ticket_id="bidikv-ticket-1",
-        block_ids=[3, 4],
-        num_tokens=40,
-        prompt_ids=PROMPT,
-        fingerprint=p.scheduler.connector.connector_scheduler.identity.fingerprint,
-        nonce="n",
-        secret=SECRET,
-    )
     other = p.add("other", ids(40, 9000), max_tokens=3)
-    request = p.add("r", PROMPT, max_tokens=1, transfer=ticket)
+    request = p.add("r", PROMPT, max_tokens=1, transfer=ticket_for(p, PROMPT, 40))
     first, second = p.step(), p.step()
     assert "r" not in first.num_scheduled_tokens
     assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
