@@ -12,7 +12,7 @@ import httpx
 
 from bidikv_sdk.prefix import num_blocks
 from bidikv_sdk.wire import REASONS
-from server_ext.http.prefill_route import PREFILL_PATH, pack_ids, prefill_token
+from server_ext.http.prefill_route import PREFILL_PATH, REQUEST_PREFIX, pack_ids, prefill_token
 
 if TYPE_CHECKING:
     from array import array
@@ -32,6 +32,8 @@ _MAX_SHARE_OF_TURN = 0.25
 _ADDRESS_FIELDS = ("remote_engine_id", "remote_request_id", "remote_host")
 # A peer that does not even accept is asked no longer than this.
 _CONNECT_TIMEOUT_S = 2.0
+# P's own refusals: such a call never reached its engine. Any other may be a proxy's, about a call that did.
+_REFUSALS = frozenset({400, 401, 403, 404})
 # vLLM closes idle connections after 5 s: one that is just being closed would look like a P that is gone.
 _KEEPALIVE_S = 2.0
 
@@ -146,8 +148,7 @@ class PrefillClient:
             raise PrefillUnavailable(msg, may_still_read=False) from error
         except (httpx.HTTPError, TimeoutError, ValueError, LookupError, TypeError, RecursionError) as error:
             msg = f"prefill node {url} failed after {time.perf_counter() - started_s:.1f} s: {error!r}"
-            # A request that was refused as such never reached P's engine.
-            refused = isinstance(error, httpx.HTTPStatusError) and error.response.is_client_error
+            refused = isinstance(error, httpx.HTTPStatusError) and error.response.status_code in _REFUSALS
             if isinstance(error, TimeoutError):
                 self._tokens_per_s /= 2
             raise PrefillUnavailable(msg, may_still_read=not refused) from error
@@ -182,6 +183,8 @@ class PrefillClient:
             (isinstance(report["fingerprint"], str), "fingerprint"),
             (all(isinstance(params[name], str) for name in _ADDRESS_FIELDS), "address"),
             (type(params["remote_port"]) is int, "address"),
+            # Under another name P may not understand that D waits, or that it has read.
+            (str(params["remote_request_id"]).startswith(REQUEST_PREFIX), "remote_request_id"),
             (math.isfinite(params["remote_blocks_expiry_time"]), "remote_blocks_expiry_time"),
             # D counts on heartbeats that hold the blocks for as long as its own setting says.
             (hold_s >= self._least_hold_s, f"kv_lease_duration of {hold_s} s; set at least {self._least_hold_s} on P"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import re
 from array import array
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from server_ext.engine.settings import EngineSettings
 
 PREFILL_PATH = "/bidikv/prefill"
+# vLLM's engines name a request to each other in notes that commas, colons and prefixes (also ours) take apart.
+REQUEST_PREFIX = "turn-"
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 router = APIRouter()
 
 
@@ -43,6 +47,11 @@ def unpack_ids(packed: str) -> list[int]:
     return token_ids.tolist()
 
 
+def engine_request_id(request_id: str) -> str:
+    """Return P's name of a turn: the caller's, which comes from outside, without what means something in a note."""
+    return REQUEST_PREFIX + _UNSAFE.sub("-", request_id)
+
+
 class PrefillService:
     """P's engine behind the route."""
 
@@ -60,7 +69,7 @@ class PrefillService:
 
         Args:
             body: `token_ids` (see `pack_ids`), `kv_transfer_params` (signed), `cache_salt` (str or None).
-            request_id: for P's log.
+            request_id: of the turn, for P's log; any text.
 
         Returns:
             The engine's parameters for the decode side, with the read's report under `bidikv`.
@@ -76,7 +85,7 @@ class PrefillService:
         if body.get("cache_salt"):
             prompt["cache_salt"] = body["cache_salt"]
         transfer = None
-        async for output in self._engine_client.generate(prompt, params, request_id):
+        async for output in self._engine_client.generate(prompt, params, engine_request_id(request_id)):
             transfer = output.kv_transfer_params or transfer
         return {"kv_transfer_params": transfer}
 

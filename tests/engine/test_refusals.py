@@ -6,7 +6,7 @@ import pytest
 
 from server_ext.launch.tiny import TINY
 
-from .common import MAX_MODEL_LEN
+from .common import MAX_MODEL_LEN, eventually
 from .rig import Rig
 from .talk import words
 
@@ -109,6 +109,22 @@ def test_a_prefill_node_is_no_home(rig: Rig) -> None:
     ):
         assert (response.status_code, response.json()["error"]["code"]) == (404, "session_not_found")
         assert "decode node" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("request_id", ["a,b", "HB:x", "bidikv-ticket-x", "x:1"])
+def test_a_request_id_that_means_something_between_engines(rig: Rig, request_id: str) -> None:
+    """P learns as ever that D has read what it computed, and holds nothing any longer."""
+    talk = rig.talk()
+    talk.headers["X-Request-Id"] = request_id
+    talk.right_turn(words(100))
+    talk.fetched_turn("And now?")
+
+    def is_free() -> bool:
+        rig.step("prefill")
+        return rig.metric("prefill", "vllm:kv_cache_usage_perc") == 0
+
+    # Long before P's own hold is over.
+    eventually(is_free, "P without anything to keep for D", deadline_s=10.0)
 
 
 def test_the_callers_request_id_comes_back(rig: Rig) -> None:

@@ -103,7 +103,7 @@ class FakePrefillNode:
             "do_remote_decode": False,
             "remote_block_ids": [list(range(num_blocks(num_tokens, BLOCK_SIZE)))],
             "remote_engine_id": "p",
-            "remote_request_id": "r",
+            "remote_request_id": "turn-r",
             "remote_host": "127.0.0.1",
             "remote_port": 5600,
             "remote_blocks_expiry_time": 1e6,

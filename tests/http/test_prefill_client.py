@@ -1,6 +1,7 @@
 """D's call to P: a wrong, late or absent answer is `PrefillUnavailable`, and says whether P could still read."""
 
 import asyncio
+import re
 from array import array
 
 import httpx
@@ -8,7 +9,7 @@ import pytest
 
 from server_ext.core.settings import HomeSettings
 from server_ext.http.prefill_client import PrefillClient, PrefillUnavailable
-from server_ext.http.prefill_route import PREFILL_PATH, prefill_token, unpack_ids
+from server_ext.http.prefill_route import PREFILL_PATH, engine_request_id, prefill_token, unpack_ids
 
 from .fakes import BLOCK_SIZE, SECRET, FakePrefillNode, make_settings
 
@@ -94,6 +95,7 @@ MALFORMED = {
     "no fingerprint": {"bidikv": {**GOOD_REPORT, "fingerprint": None}},
     "no engine id": {"remote_engine_id": None},
     "no request id": {"remote_request_id": None},
+    "a request id that P's engine would not understand": {"remote_request_id": "HB:x"},
     "no host": {"remote_host": None},
     "a port as a string": {"remote_port": "5600"},
     "no end of the hold": {"remote_blocks_expiry_time": None},
@@ -130,6 +132,8 @@ def test_a_malformed_answer_is_none(changes):
         (httpx.Response(302, headers={"location": "http://evil"}), True),
         (httpx.Response(404), False),
         (httpx.Response(401), False),
+        (httpx.Response(408), True),
+        (httpx.Response(429), True),
         (httpx.ReadError("cut"), True),
         (httpx.RemoteProtocolError("cut"), True),
         (httpx.WriteError("cut"), True),
@@ -143,6 +147,15 @@ def test_no_answer(answer, may_still_read):
     with pytest.raises(PrefillUnavailable, match="http://p1") as unavailable:
         call(answering(lambda body: answer))
     assert unavailable.value.may_still_read == may_still_read
+
+
+@pytest.mark.parametrize("given", ["a,b", "HB:x", "bidikv-ticket-x", "x:1", "", "ümlaut", "a b\n"], ids=repr)
+def test_no_name_of_a_callers_means_anything_between_engines(given):
+    """They name requests to each other in notes with commas and colons: a name with one could be that of another."""
+    name = engine_request_id(given)
+    assert name.startswith("turn-")
+    assert re.fullmatch(r"[\w.-]+", name, re.ASCII)
+    assert engine_request_id("chatcmpl-8.f_0") == "turn-chatcmpl-8.f_0"
 
 
 def test_without_a_prefill_node():
