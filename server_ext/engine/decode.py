@@ -92,6 +92,13 @@ class DecodeScheduler(compat.NixlPullConnectorScheduler):
         request.kv_transfer_params = verify(request.kv_transfer_params, self._settings.secret)
         super().on_new_request(request)
 
+    def get_num_new_matched_tokens(self, request: compat.Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """Take nothing from P that other weights have computed: new ones may have come since the turn began."""
+        params = request.kv_transfer_params
+        if params is not None and params.get("bidikv_fingerprint") != self.identity.fingerprint:
+            return 0, False  # vLLM then tells P that its blocks are not needed
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
     def request_finished(
         self, request: compat.Request, block_ids: tuple[Sequence[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
 
+    from bidikv_sdk.wire import Reason
     from server_ext.engine.settings import EngineSettings
 
 logger = compat.init_logger("vllm.bidikv")
@@ -42,6 +43,7 @@ class Read:
     """What became of one request's prompt: the report that goes back to the conductor."""
 
     arrival_s: float
+    fingerprint: str
     ttl_s: float | None = None
     reason: str | None = None
     local_tokens: int = 0
@@ -94,7 +96,7 @@ class PrefillScheduler(compat.NixlPullConnectorScheduler):
         params = verify(request.kv_transfer_params, self._secret)
         request.kv_transfer_params = params
         if params is not None:
-            read = self._reads[request.request_id] = Read(arrival_s=time.perf_counter())
+            read = self._reads[request.request_id] = Read(time.perf_counter(), self.identity.fingerprint)
             if params.get("remote_block_ids"):
                 self._take_ticket(request, params, read)
         super().on_new_request(request)
@@ -129,15 +131,21 @@ class PrefillScheduler(compat.NixlPullConnectorScheduler):
                 read.reason = "ticket_late" if read.is_late(time.perf_counter()) else "read_failed"
                 read.fetched_tokens = 0
             return 0, False
-        if params.get("remote_block_ids") and read.is_late(time.perf_counter()):
-            read.reason = "ticket_late"
-            params["remote_block_ids"] = None
+        if params.get("remote_block_ids"):
+            read.reason = self._why_not_any_more(read)
+            if read.reason is not None:
+                params["remote_block_ids"] = None
         num_tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if not num_tokens and read.reason is None and params.get("remote_block_ids"):
             # Stock's threshold, or P's own prefix already covers the ticket.
             covered = num_computed_tokens >= params["remote_num_tokens"]
             read.reason = None if covered else "below_threshold"
         return num_tokens, is_async
+
+    def _why_not_any_more(self, read: Read) -> Reason | None:
+        if read.fingerprint != self.identity.fingerprint:
+            return "model_changed"
+        return "ticket_late" if read.is_late(time.perf_counter()) else None
 
     def update_state_after_alloc(
         self, request: compat.Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -166,7 +174,8 @@ class PrefillScheduler(compat.NixlPullConnectorScheduler):
         if read is not None and params is not None:
             params["bidikv"] = {
                 **read.to_json(time.perf_counter()),
-                "fingerprint": self.identity.fingerprint,
+                # Of nobody where new weights came in the middle.
+                "fingerprint": self.identity.fingerprint if read.fingerprint == self.identity.fingerprint else "",
                 "hold_s": self._kv_lease_duration,
             }
             # Stock says so on D only. Without it D would not know a read that came too late (`holds`).

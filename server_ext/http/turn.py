@@ -135,7 +135,8 @@ class Turn:
             self._home.call_soon("return_ticket", {"ticket_id": ticket_id, "read_age_s": read_age_s})
         extra = {name: value for name, value in (params.extra_args or {}).items() if name != "kv_transfer_params"}
         if transfer is not None:
-            extra["kv_transfer_params"] = sign(transfer, self._secret)
+            named = {**transfer, "bidikv_fingerprint": self.plan.fingerprint}
+            extra["kv_transfer_params"] = sign(named, self._secret)
         params.extra_args = extra or None
         options["session_id"] = self.plan.nonce
         self._clock.generated_s = time.perf_counter()

@@ -22,7 +22,7 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from server_ext.core.tickets import build_ticket
+from server_ext.core.tickets import build_ticket, sign
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -207,3 +207,19 @@ def ticket_for(
         secret=secret,
         **fields,
     )
+
+
+def handover_to(d: Harness, *, secret: bytes = SECRET, **other: Any) -> dict[str, Any]:
+    """Return what the conductor makes of P's answer for up to two blocks of a prompt; `other` are fields of it."""
+    transfer = {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [[1, 2]],
+        "remote_engine_id": "p",
+        "remote_request_id": "turn-x",
+        "remote_host": "127.0.0.1",
+        "remote_port": 1,
+        "tp_size": 1,
+        "bidikv_fingerprint": d.scheduler.connector.connector_scheduler.identity.fingerprint,
+    }
+    return sign(transfer | other, secret)

@@ -3,23 +3,7 @@
 import pytest
 from vllm.v1.request import RequestStatus
 
-from server_ext.core.tickets import sign
-
-from .harness import BLOCK_SIZE, SECRET, STOP_ID, ids
-
-FROM_P = sign(
-    {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_block_ids": [[1, 2]],
-        "remote_engine_id": "p",
-        "remote_request_id": "x",
-        "remote_host": "127.0.0.1",
-        "remote_port": 1,
-        "tp_size": 1,
-    },
-    SECRET,
-)
+from .harness import BLOCK_SIZE, STOP_ID, handover_to, ids
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
@@ -63,7 +47,7 @@ def test_an_abort_before_the_first_token_leases_nothing(make_harness):
     """While P's blocks are still on their way, nothing is certain."""
     d = make_harness("decode", num_blocks=20)
     begun = d.begin(ids(40))
-    request = d.add("r", ids(40), session_id=begun["nonce"], transfer=FROM_P)
+    request = d.add("r", ids(40), session_id=begun["nonce"], transfer=handover_to(d))
     d.step()
     assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
     d.abort(request)
@@ -74,7 +58,7 @@ def test_a_read_from_p_that_fails_is_computed_on_d(make_harness):
     """D does not wait for ever either: what it could not read it computes, and leases as usual."""
     d = make_harness("decode", num_blocks=20)
     begun = d.begin(ids(40))
-    request = d.add("r", ids(40), session_id=begun["nonce"], transfer=FROM_P, max_tokens=2)
+    request = d.add("r", ids(40), session_id=begun["nonce"], transfer=handover_to(d), max_tokens=2)
     step = d.step()
     (blocks,) = d.scheduler.kv_cache_manager.get_block_ids("r")
     d.answer(step, finished_recving={"r"}, invalid_block_ids=set(blocks))
@@ -92,13 +76,27 @@ def test_vllm_tells_what_d_has_read(make_harness, num_cached, fails):
     d = make_harness("decode", num_blocks=20)
     if num_cached:
         d.run(d.add("before", ids(num_cached + 1), max_tokens=1))
-    d.add("r", ids(40), transfer=FROM_P, max_tokens=2)
+    d.add("r", ids(40), transfer=handover_to(d), max_tokens=2)
     step = d.step()
     (blocks,) = d.scheduler.kv_cache_manager.get_block_ids("r")
     unread = set(blocks[num_cached // BLOCK_SIZE :])
     d.answer(step, finished_recving={"r"}, **({"failed_recving": {"r"}, "invalid_block_ids": unread} if fails else {}))
     (output,) = d.answer(d.step())
     assert output.prefill_stats.num_cached_tokens == (num_cached if fails else 40)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_what_p_computed_under_other_weights_is_not_read(make_harness, is_async):
+    """New weights come between P's answer and D's read: D computes, and lets P know that it needs nothing."""
+    d = make_harness("decode", num_blocks=20, is_async=is_async)
+    request = d.add("r", ids(40), transfer=handover_to(d), max_tokens=1)
+    d.scheduler.connector.connector_scheduler.on_weight_version("after training")
+    step = d.step()
+    assert step.num_scheduled_tokens == {"r": 40}
+    (told,) = step.kv_connector_metadata.reqs_to_recv.values()
+    assert not any(told.local_block_ids)
+    d.answer(step)
+    assert request.num_output_tokens == 1
 
 
 def test_parameters_that_nobody_signed_are_ignored(make_harness):

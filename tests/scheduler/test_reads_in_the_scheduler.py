@@ -103,6 +103,35 @@ def test_a_ticket_that_does_not_fit_is_refused_and_the_prompt_computed(p, change
     assert (report["fetched_tokens"], report["reason"]) == (0, reason)
 
 
+def new_weights(p):
+    """P serves others from now on."""
+    p.scheduler.connector.connector_scheduler.on_weight_version("after training")
+
+
+def test_a_ticket_is_not_read_under_new_weights(p):
+    """What was right when the ticket came would stay in P's prefix cache as if these weights had computed it."""
+    request = p.add("r", PROMPT, max_tokens=1, transfer=_ticket(p))
+    new_weights(p)
+    p.answer(p.step())
+    _, report = _report(p, request)
+    assert (report["fetched_tokens"], report["reason"]) == (0, "model_changed")
+
+
+@pytest.mark.parametrize("comes", ["before the read", "after the read"])
+def test_an_answer_of_two_weights_is_of_none(p, comes):
+    """D takes it for neither; it may already serve the new weights, or still the old ones."""
+    identity = p.scheduler.connector.connector_scheduler.identity
+    before = identity.fingerprint
+    request = p.add("r", PROMPT, max_tokens=1, transfer=_ticket(p))
+    if comes == "before the read":
+        new_weights(p)
+    p.answer(p.step(), finished_recving={"r"} if comes == "after the read" else set())
+    if comes == "after the read":
+        new_weights(p)
+    _, report = _report(p, request)
+    assert report["fingerprint"] not in {before, identity.fingerprint}
+
+
 def test_a_ticket_is_good_for_one_read(p):
     """A replayed ticket is refused."""
     first = p.add("first", PROMPT, max_tokens=1, transfer=_ticket(p))

@@ -8,8 +8,7 @@ from vllm.v1.request import RequestStatus
 
 from server_ext.engine.decode import num_tokens_in_cache
 
-from .harness import BLOCK_SIZE, STOP_ID, ids, ticket_for
-from .test_leases_in_the_scheduler import FROM_P
+from .harness import BLOCK_SIZE, STOP_ID, handover_to, ids, ticket_for
 
 PROMPT = ids(2 * BLOCK_SIZE - 3)
 
@@ -138,7 +137,7 @@ def test_a_release_behind_the_last_step_frees_all(make_harness):
 def test_a_read_from_p_under_async_scheduling(make_harness):
     """D reads from P while its next steps are scheduled: the lease counts the prompt when it is there, not before."""
     d = make_harness("decode", num_blocks=20, is_async=True)
-    begun, request = begin(d, transfer=FROM_P)
+    begun, request = begin(d, transfer=handover_to(d))
     first = d.step()
     assert request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
     assert request.num_computed_tokens == len(PROMPT)
@@ -155,7 +154,7 @@ def test_a_read_from_p_under_async_scheduling(make_harness):
 def test_an_abort_during_a_read_waits_for_its_end(make_harness):
     """A turn that ends while D reads from P leases nothing, and its blocks wait until NIXL writes no more."""
     d = make_harness("decode", num_blocks=20, is_async=True)
-    begun, request = begin(d, transfer=FROM_P)
+    begun, request = begin(d, transfer=handover_to(d))
     step = d.step()
     d.abort(request)
     assert d.settle(begun, PROMPT)["lease"]["num_blocks"] == 0
