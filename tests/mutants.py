@@ -672,9 +672,55 @@ MUTANTS = (
     ),
     Mutant(
         "server_ext/engine/worker.py",
-        "if engine in self._remote_agents",
-        "if engine",
-        (f"{HOLDS}::test_the_worker_counts_the_heartbeats_that_go_out",),
+        "self._holds.sent(self._heard_of, waited_for=waited_for, now_s=now_s)",
+        "waited_for = list(waited_for)\n            self._holds.sent(waited_for, waited_for=waited_for, now_s=now_s)",
+        (
+            f"{HOLDS}::test_the_worker_counts_the_heartbeats_that_go_out",
+            f"{HOLDS}::test_a_heartbeat_that_nixl_refuses_does_not_count",
+        ),
+    ),
+    Mutant(
+        "server_ext/engine/worker.py",
+        "offset_s += (time.perf_counter() - started_s) / 2",
+        "pass",
+        (f"{HOLDS}::test_the_other_clock_is_never_taken_for_later_than_it_is",),
+    ),
+    Mutant(
+        "server_ext/engine/worker.py",
+        "if end_s == graced.get(req_id):",
+        "if False:",
+        (f"{HOLDS}::test_a_grace_is_given_once",),
+    ),
+    Mutant(
+        "server_ext/http/prefill_route.py",
+        'REQUEST_PREFIX + _UNSAFE.sub("-", request_id)',
+        "request_id",
+        ("tests/http/test_prefill_client.py::test_no_name_of_a_callers_means_anything_between_engines",),
+    ),
+    Mutant(
+        "server_ext/http/prefill_client.py",
+        'str(params["remote_request_id"]).startswith(REQUEST_PREFIX)',
+        "True",
+        ("tests/http/test_prefill_client.py::test_a_malformed_answer_is_none",),
+    ),
+    # New weights in the middle of a turn.
+    Mutant(
+        "server_ext/engine/decode.py",
+        'if params is not None and params.get("bidikv_fingerprint") != self.identity.fingerprint:',
+        "if False:",
+        ("tests/scheduler/test_leases_in_the_scheduler.py::test_what_p_computed_under_other_weights_is_not_read",),
+    ),
+    Mutant(
+        "server_ext/engine/prefill.py",
+        "if read.fingerprint != self.identity.fingerprint:",
+        "if False:",
+        (f"{READS}::test_a_ticket_is_not_read_under_new_weights",),
+    ),
+    Mutant(
+        "server_ext/engine/prefill.py",
+        'self.identity.fingerprint if read.fingerprint == self.identity.fingerprint else ""',
+        "self.identity.fingerprint",
+        (f"{READS}::test_an_answer_of_two_weights_is_of_none",),
     ),
     Mutant(
         "server_ext/engine/worker.py",

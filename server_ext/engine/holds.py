@@ -2,8 +2,9 @@
 
 P gives its blocks to others when its hold on them is over, read or not, and a read of D's that comes later finds what
 others have put there: it ends well, and is wrong. P says in its answer when the hold ends, and a heartbeat of D's that
-reaches P before that moves the end. D cannot see which one did, so it counts those that it sent well before the end;
-and a P that stood still first reads what has come meanwhile (`worker`). Pure; imports the standard library only.
+reaches P before that moves the end. D cannot see which one did, so it counts those that went out well before the end;
+and a P that stood still first reads what has come meanwhile (`worker`). What this leaves is a network that keeps notes
+back for longer than the margin and delivers them in the end. Pure; imports the standard library only.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ class Holds:
         """What a heartbeat may take on its way, and what the clocks may be apart: as long as from one to the next."""
         self._sent_s: dict[str, tuple[float, ...]] = {}
 
-    def sent(self, request_ids: Iterable[str], *, now_s: float) -> None:
-        """Note a heartbeat; a request that it does not name is no longer waited for, and forgotten.
+    def sent(self, request_ids: Iterable[str], *, waited_for: Iterable[str], now_s: float) -> None:
+        """Note heartbeats.
 
         Args:
-            request_ids: P's names of the requests that D waits for.
-            now_s: before it was sent.
+            request_ids: P's names of the requests for which one went out.
+            waited_for: of all requests that D waits for; any other is forgotten.
+            now_s: before the first was sent.
         """
-        self._sent_s = {request_id: (*self._sent_s.get(request_id, ()), now_s) for request_id in request_ids}
+        sent = dict.fromkeys(request_ids, (now_s,))
+        self._sent_s = {name: (*self._sent_s.get(name, ()), *sent.get(name, ())) for name in waited_for}
 
     def is_over(self, request_id: str, end_s: float, *, now_s: float) -> bool:
         """Tell whether P may have given a request's blocks away by now.

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = compat.init_logger("vllm.bidikv")
+_HEARTBEAT = b"HB:"  # and the names of the requests that D waits for, with commas
 
 
 class Worker(compat.NixlPullConnectorWorker):
@@ -32,27 +33,50 @@ class Worker(compat.NixlPullConnectorWorker):
         self._notes = TicketNotes(self.nixl_wrapper.get_new_notifs)
         self.nixl_wrapper.get_new_notifs = self._notes
         self._holds = Holds(self._lease_extension)
+        self._send_note = self.nixl_wrapper.send_notif
+        self.nixl_wrapper.send_notif = self._send_and_list
+        self._heard_of: list[str] = []
         self._reaped_s = time.perf_counter()
+        self._graced: dict[str, float] = {}
 
     def build_connector_worker_meta(self) -> ReadTickets | None:
         """Tell the scheduler's side which tickets were read since the last step; None where none was."""
         return self._notes.take()
 
+    def _nixl_handshake(self, host: str, port: int, remote_tp_size: int, expected_engine_id: str, *args: Any) -> Any:
+        started_s = time.perf_counter()
+        agents, offset_s = super()._nixl_handshake(host, port, remote_tp_size, expected_engine_id, *args)
+        # Stock takes the other clock's reading for one of the middle of the round trip. Where this process stood still
+        # in it, that is half the pause too late; now the other engine's deadlines are early by what it took, at most.
+        offset_s += (time.perf_counter() - started_s) / 2
+        # Stock sets this after it has let reads of that engine begin.
+        self._engine_clock_offset[expected_engine_id] = offset_s
+        return agents, offset_s
+
+    def _send_and_list(self, agent_name: str, notif_msg: bytes) -> None:
+        self._send_note(agent_name, notif_msg=notif_msg)
+        if notif_msg.startswith(_HEARTBEAT):
+            self._heard_of += notif_msg.removeprefix(_HEARTBEAT).decode().split(",")
+
     def _send_heartbeats(self, metadata: Any) -> None:
+        self._heard_of, now_s = [], time.perf_counter()
+        super()._send_heartbeats(metadata)  # also goes on where one cannot be sent
         if metadata.heartbeat_by_engine:
-            # Without a handshake none goes out.
-            waited_for = (
-                info.req_ids for engine, info in metadata.heartbeat_by_engine.items() if engine in self._remote_agents
-            )
-            self._holds.sent(chain.from_iterable(waited_for), now_s=time.perf_counter())
-        super()._send_heartbeats(metadata)
+            waited_for = chain.from_iterable(info.req_ids for info in metadata.heartbeat_by_engine.values())
+            self._holds.sent(self._heard_of, waited_for=waited_for, now_s=now_s)
 
     def _reap_expired_send_leases(self, done_sending: set[str]) -> None:
         now_s = time.perf_counter()
         if now_s - self._reaped_s > self._holds.margin_s:
-            # Stopped, or idle: D's heartbeats of that time may be on their last meters.
+            # Stopped, idle, or in a long step: D's heartbeats of that time may be on their last meters. A grace that
+            # no heartbeat has made longer is not given again.
+            grace_end_s = now_s + self._holds.margin_s
+            graced, self._graced = self._graced, {}
             for req_id, end_s in self._reqs_to_send.items():
-                self._reqs_to_send[req_id] = max(end_s, now_s + self._holds.margin_s)
+                if end_s == graced.get(req_id):
+                    self._graced[req_id] = end_s
+                elif end_s < grace_end_s:
+                    self._graced[req_id] = self._reqs_to_send[req_id] = grace_end_s
         self._reaped_s = now_s
         super()._reap_expired_send_leases(done_sending)
 

@@ -19,6 +19,9 @@ class _Nixl:
     def get_new_notifs(self):
         return {}
 
+    def send_notif(self, agent_name, notif_msg):
+        pass
+
     def check_xfer_state(self, handle):
         return "PROC" if handle in self.under_way else "DONE"
 
