@@ -145,13 +145,14 @@ def matrix() -> list[Case]:
         *(Case("session ended", (point,), released("end")) for point in IN_THE_MIDDLE),
         Case("memory pressure", ("P reads",), crowded),
         *(Case("ticket late", (point,), ticket_late) for point in ("P has it queued", "P reads")),
-        *(Case("turn too long", (point,), turn_too_long) for point in ("D has it queued", "D reads")),
+        # What waits for a deadline waits together.
+        Case("turn too long", ("D has it queued", "D reads"), turn_too_long),
         *(Case("control call late", (point,), control_late) for point in ("before load", "before begin", "at settle")),
         Case("template error", ("before begin",), refused("invalid_request"), {"turn": {"delta": BAD_MESSAGE}}),
         Case(
             "context too long", ("before begin",), refused("context_length_exceeded"), {"turn": {"delta": words(1000)}}
         ),
-        *(Case("P stopped", (point,), p_stopped) for point in ("P reads", "P computes", BETWEEN_TURNS)),
+        Case("P stopped", (BETWEEN_TURNS, "P reads", "P computes"), p_stopped),
         Case("P stopped", ("D posts its read",), p_stopped_while_d_reads),
         Case("D stopped", ("P posts its read",), d_stopped_while_p_reads),
         Case("D stopped", ("P computes",), d_stopped_while_p_computes),
@@ -169,8 +170,7 @@ def matrix() -> list[Case]:
         Case("P killed in its read", ("P posts its read",), killed_in_a_read("prefill", reader="prefill")),
         Case("D killed", (BETWEEN_TURNS, "P has it queued", "D reads", "D decodes"), d_killed, BY_SDK),
         Case("D killed", ("after begin", "D has it queued", "P computes", "at settle"), d_killed, BY_SDK),
-        Case("D killed", ("P reads", "before begin"), d_killed, BY_SDK),
-        Case("D killed", ("P answered", "P posts its read"), d_killed, BY_SDK),
+        Case("D killed", ("P reads", "P answered", "P posts its read", "before begin"), d_killed, BY_SDK),
         Case("D killed", ("D posts its read",), d_killed, BY_SDK),
         Case("D killed in P's read", ("P posts its read",), killed_in_a_read("decode", reader="prefill"), BY_SDK),
         Case("D killed in its read", ("D posts its read",), killed_in_a_read("decode", reader="decode"), BY_SDK),
