@@ -236,15 +236,7 @@ def p_stopped_until_hold_over(scene: Scene) -> None:
 
 def fill_prefill(rig: Rig) -> None:
     """Have P compute as many blocks as it has, for requests without a session."""
-    num_requests = 3
-
-    def ask() -> httpx.Response:
-        prompt = [
-            1000 + secrets.randbelow(1000) for _ in range(-(-rig.prefill_pool_blocks // num_requests) * BLOCK_SIZE)
-        ]
-        return rig.prefill.post("/v1/completions", json={"model": TINY, "prompt": prompt, "max_tokens": 1})
-
-    for request in [rig.threads.submit(ask) for _ in range(num_requests)]:
+    for request in crowding(rig, "prefill", num_blocks=rig.prefill_pool_blocks, num_decoded=1):
         request.result().raise_for_status()
 
 
@@ -343,15 +335,18 @@ def crowded(scene: Scene) -> None:
             request.result().raise_for_status()
 
 
-def crowding(rig: Rig, *, num_blocks: int) -> list[Future[httpx.Response]]:
-    """Ask D for so many blocks at once, with requests that have no session."""
-    num_requests, num_decoded = 3, 6 * BLOCK_SIZE
+def crowding(
+    rig: Rig, role: Role = "decode", *, num_blocks: int, num_decoded: int = 6 * BLOCK_SIZE
+) -> list[Future[httpx.Response]]:
+    """Ask an engine for so many blocks at once, with requests that have no session."""
+    client = rig.prefill if role == "prefill" else rig.decode
+    num_requests = 3
 
     def ask() -> httpx.Response:
         num_prompt = -(-num_blocks // num_requests) * BLOCK_SIZE - num_decoded
         prompt = [1000 + secrets.randbelow(1000) for _ in range(num_prompt)]
         body = {"model": TINY, "prompt": prompt, "max_tokens": num_decoded, "temperature": 0, "ignore_eos": True}
-        return rig.decode.post("/v1/completions", json=body)
+        return client.post("/v1/completions", json=body)
 
     return [rig.threads.submit(ask) for _ in range(num_requests)]
 
@@ -360,13 +355,14 @@ def crowding(rig: Rig, *, num_blocks: int) -> list[Future[httpx.Response]]:
 
 
 def turn_too_long(scene: Scene) -> None:
-    """Keep the turn until its home has given it up."""
+    """Keep the turns until their home has given them up."""
     with scene.at_points():
-        scene.talks[0].wait_until_idle()
+        for talk in scene.talks:
+            talk.wait_until_idle()
         scene.let_go()
         scene.wait()
-    (turn,) = scene.turns
-    require(turn.end().said is None, "a turn that was given up was answered")
+    for turn in scene.turns:
+        require(turn.end().said is None, "a turn that was given up was answered")
 
 
 def ticket_late(scene: Scene) -> None:

@@ -66,7 +66,11 @@ def require(condition: object, what: str) -> None:
 
 @dataclass
 class Row:
-    """One line of the table."""
+    """One line of the table.
+
+    `history_lost` is the reason for which the next turn must be recomputed; None where D still has the history, and the
+    next turn must be fetched. `stale_reads` counts since D's last start, and is never to be anything but 0.
+    """
 
     fault: str
     point: str
@@ -74,14 +78,23 @@ class Row:
     reason: str
     next_outcome: str
     next_reason: str
+    history_lost: str | None
     tokens_wrong: int
     blocks_leaked: int
+    stale_reads: int
     engines_alive: bool
     seconds: float
 
     def is_good(self) -> bool:
         """Tell whether nothing went wrong."""
-        return not self.tokens_wrong and not self.blocks_leaked and self.engines_alive
+        is_clean = not self.tokens_wrong and not self.blocks_leaked and not self.stale_reads
+        return is_clean and self.engines_alive and self.is_next_right()
+
+    def is_next_right(self) -> bool:
+        """Tell whether the next turn went the way that is left to it."""
+        if self.history_lost is None:
+            return self.next_outcome == "fetched"
+        return (self.next_outcome, self.next_reason) == ("recomputed", self.history_lost)
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as the file has it."""
@@ -197,6 +210,7 @@ class Scene:
         points: where the turns shall be when it happens, those last at which an engine stands still.
         stream: ask for streams.
         by_sdk: open the sessions with the SDK, which opens them again on a home that has lost them.
+        history_lost: why the next turns must be recomputed; None where D still has the history.
         turn: further parameters of the turn that meets the fault.
     """
 
@@ -208,6 +222,7 @@ class Scene:
         *,
         stream: bool = False,
         by_sdk: bool = False,
+        history_lost: str | None = None,
         turn: dict[str, Any] | None = None,
     ) -> None:
         self.rig = rig
@@ -216,6 +231,7 @@ class Scene:
         self.holds: list[Any] = []
         self._runs: dict[int, Running] = {}
         self._stream = stream
+        self._history_lost = history_lost
         self._turn = turn or {}
         self._started_s = time.monotonic()
         self._sdk = BidiKV(f"{rig.stack.url}/v1", model=TINY) if by_sdk else None
@@ -329,9 +345,22 @@ class Scene:
         leaked = max(leaked, num_leaked(self.rig))
         self._end_sessions()
         leaked = max(leaked, num_leaked(self.rig))
-        seconds = self._seconds()
+        num_stale = int(self.rig.metric("decode", "bidikv_stale_reads_total"))
+        are_alive, seconds = self.are_alive(), self._seconds()
         return [
-            Row(self.fault, point, end.outcome, end.reason, *following, num_wrong, leaked, self.are_alive(), seconds)
+            Row(
+                self.fault,
+                point,
+                end.outcome,
+                end.reason,
+                *following,
+                history_lost=self._history_lost,
+                tokens_wrong=num_wrong,
+                blocks_leaked=leaked,
+                stale_reads=num_stale,
+                engines_alive=are_alive,
+                seconds=seconds,
+            )
             for point, end, following, num_wrong in zip(self.points, ends, nexts, wrong, strict=True)
         ]
 
@@ -388,8 +417,10 @@ class Scene:
                 "internal_error",
                 "none",
                 "none",
-                0,
-                0,
+                history_lost=self._history_lost,
+                tokens_wrong=0,
+                blocks_leaked=0,
+                stale_reads=0,
                 engines_alive=False,
                 seconds=seconds,
             )

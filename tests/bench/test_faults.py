@@ -1,16 +1,23 @@
 """What the fault matrix is made of, without engines: its table, its judgement, and the wire that fails."""
 
+import json
 import socket
 import threading
 
 import pytest
 
-from bench._fault_table import table
+from bench._fault_table import LONGEST_S, table
 from bench._scene import Row
-from bench.faults import matrix
+from bench.faults import is_good, matrix
 from tests.engine.wire import Break, Wire
 
-GOOD = Row("P killed", "P reads", "local", "prefill_unavailable", "fetched", "cheapest", 0, 0, True, 1.0)
+GOOD = Row("P killed", "P reads", "local", "prefill_unavailable", "fetched", "cheapest", None, 0, 0, 0, True, 1.0)
+INSTALLED = {"vllm": "1.2", "python": "3.4", "cpu": "2 x some processor"}
+
+
+def changed(**change):
+    """Return a good row with one thing changed."""
+    return Row(**{**GOOD.to_json(), **change})
 
 
 def test_the_matrix_has_no_pair_twice_and_enough_of_them():
@@ -18,18 +25,74 @@ def test_the_matrix_has_no_pair_twice_and_enough_of_them():
     assert sum(len(case.points) for case in matrix()) >= 40
 
 
-@pytest.mark.parametrize("change", [{"tokens_wrong": 1}, {"blocks_leaked": 1}, {"engines_alive": False}])
-def test_a_wrong_token_a_lost_block_and_a_dead_engine_are_bad(change):
+def test_only_an_engine_or_a_session_that_is_gone_takes_the_history_along():
+    """Where D lives and the session is open, the next turn must be fetched whatever went wrong."""
+    lost = {(case.fault, case.options["history_lost"]) for case in matrix() if "history_lost" in case.options}
+    killed = {(case.fault, "home_lost") for case in matrix() if case.fault.startswith("D killed")}
+    assert lost == killed | {("session ended", "first_turn")}
+
+
+@pytest.mark.parametrize(
+    "change", [{"tokens_wrong": 1}, {"blocks_leaked": 1}, {"stale_reads": 1}, {"engines_alive": False}]
+)
+def test_a_wrong_token_a_lost_block_a_stale_read_and_a_dead_engine_are_bad(change):
     """Any one of them spoils a row."""
     assert GOOD.is_good()
-    assert not Row(**{**GOOD.to_json(), **change}).is_good()
+    assert not changed(**change).is_good()
+
+
+@pytest.mark.parametrize(
+    ("lost", "outcome", "reason", "is_right"),
+    [
+        (None, "fetched", "lease_expired", True),
+        (None, "recomputed", "read_failed", False),
+        (None, "recomputed", "home_lost", False),
+        (None, "local", "cheapest", False),
+        ("home_lost", "recomputed", "home_lost", True),
+        ("home_lost", "recomputed", "first_turn", False),
+        ("home_lost", "fetched", "cheapest", False),
+        ("first_turn", "recomputed", "first_turn", True),
+    ],
+)
+def test_the_next_turn_must_go_the_way_that_the_fault_leaves_to_it(lost, outcome, reason, is_right):
+    """It is fetched, or else recomputed for the one reason that the fault is."""
+    assert changed(history_lost=lost, next_outcome=outcome, next_reason=reason).is_good() == is_right
+
+
+def test_a_row_in_the_file_has_these_fields():
+    """Others read them by name."""
+    kinds = {name: type(value) for name, value in json.loads(json.dumps(GOOD.to_json())).items()}
+    texts = dict.fromkeys(("fault", "point", "outcome", "reason", "next_outcome", "next_reason"), str)
+    numbers = dict.fromkeys(("tokens_wrong", "blocks_leaked", "stale_reads"), int)
+    assert kinds == {**texts, "history_lost": type(None), **numbers, "engines_alive": bool, "seconds": float}
+
+
+def test_a_matrix_is_good_if_it_is_whole_without_harm_and_in_time():
+    """Anything else ends with status 1."""
+    assert is_good([GOOD], [], LONGEST_S)
+    assert not is_good([GOOD, changed(tokens_wrong=1)], [], LONGEST_S)
+    assert not is_good([GOOD], ["P killed @ P reads"], LONGEST_S)
+    assert not is_good([GOOD], [], LONGEST_S + 1)
 
 
 def test_the_page_shows_every_row_and_counts_what_is_bad():
     """A reader sees at the end whether anything went wrong."""
-    page = table([GOOD, Row(**{**GOOD.to_json(), "point": "P computes", "blocks_leaked": 3, "engines_alive": False})])
-    assert "| P killed | P reads | local: `prefill_unavailable` | fetched: `cheapest` | 0 | 0 | yes |" in page
-    assert page.endswith("2 pairs: 0 wrong tokens, 3 leaked blocks, 1 with an engine that died of it.\n")
+    bad = changed(point="P computes", next_outcome="local", blocks_leaked=3, stale_reads=2, engines_alive=False)
+    page = table([GOOD, bad], 1156.4, INSTALLED)
+    assert "| P killed | P reads | local: `prefill_unavailable` | fetched: `cheapest` | 0 | 0 | 0 | yes |\n" in page
+    assert "| **local: `cheapest`** | 0 | 3 | 2 | **no** |\n" in page
+    assert page.endswith(
+        "2 pairs: 0 wrong tokens, 3 leaked blocks, 2 stale reads, 1 next turns that went a wrong way, "
+        "1 with an engine that died of it.\n"
+    )
+
+
+def test_the_page_says_where_it_comes_from_and_what_it_forgives():
+    """Machine, versions and time; and that blocks are counted behind a step."""
+    page = table([GOOD], 1156.4, INSTALLED)
+    assert "This run: 1,156 s from the start of the engines to their end, of 1,200 s that it may take, on" in page
+    assert "2 x some processor, with vllm 1.2, python 3.4.\n" in page
+    assert "each engine has been made to take a step" in page
 
 
 @pytest.fixture
