@@ -515,8 +515,39 @@ MUTANTS = (
         (
             f"{STARTUP}::test_a_configuration_that_cannot_be_served_is_refused_by_name",
             f"{STARTUP}::test_models_with_several_kinds_of_attention_are_refused",
+            f"{STARTUP}::test_every_kind_of_attention_but_plain_full_attention_is_refused_by_name",
             f"{STARTUP}::test_host_buffers_on_a_gpu_are_refused",
         ),
+    ),
+    Mutant(
+        "server_ext/engine/compat.py",
+        "len(groups) != 1 or not",
+        "not",
+        (f"{STARTUP}::test_models_with_several_kinds_of_attention_are_refused",),
+    ),
+    Mutant(
+        "server_ext/engine/compat.py",
+        "type(spec) is FullAttentionSpec",
+        "isinstance(spec, FullAttentionSpec)",
+        (f"{STARTUP}::test_every_kind_of_attention_but_plain_full_attention_is_refused_by_name",),
+    ),
+    Mutant(
+        "server_ext/engine/compat.py",
+        "        and spec.sliding_window is None\n",
+        "",
+        (f"{STARTUP}::test_every_kind_of_attention_but_plain_full_attention_is_refused_by_name",),
+    ),
+    Mutant(
+        "server_ext/engine/compat.py",
+        "        and spec.attention_chunk_size is None\n",
+        "",
+        (f"{STARTUP}::test_every_kind_of_attention_but_plain_full_attention_is_refused_by_name",),
+    ),
+    Mutant(
+        "server_ext/engine/compat.py",
+        "        and not spec.non_causal\n",
+        "",
+        (f"{STARTUP}::test_every_kind_of_attention_but_plain_full_attention_is_refused_by_name",),
     ),
     Mutant(
         "server_ext/engine/settings.py",

@@ -126,7 +126,7 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, 
     transfer = vllm_config.kv_transfer_config
     parallel = vllm_config.parallel_config
     groups = kv_cache_config.kv_cache_groups
-    attention = [type(group.kv_cache_spec).__name__ for group in groups]
+    attention = [_describe(group.kv_cache_spec) for group in groups]
     host_buffer = current_platform.device_type != "cpu" and transfer.kv_buffer_device == "cpu"
     refusals = [
         (
@@ -151,10 +151,10 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, 
             ),
         ),
         (
-            len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec),
+            len(groups) != 1 or not _is_plain_full_attention(groups[0].kv_cache_spec),
             (
-                f"KV cache groups {attention}: only models with one full-attention group are supported; "
-                "serve hybrid, sliding-window and state-space models without bidikv"
+                f"KV cache groups {attention}: only models with one group of plain full attention are supported; "
+                "serve hybrid, sliding-window, latent-attention (MLA) and state-space models without bidikv"
             ),
         ),
         (
@@ -196,6 +196,27 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, 
         if refused:
             msg = f"bidikv cannot serve this configuration: {why}"
             raise ValueError(msg)
+
+
+def _is_plain_full_attention(spec: Any) -> bool:
+    """Tell whether a request's blocks are those of its tokens, all of them, and depend on nothing that comes later.
+
+    The class itself: one subclass drops blocks from the middle (`RSWASpec`), one puts others in front
+    (`SinkFullAttentionSpec`), and what latent attention keeps (`MLAAttentionSpec`) has not been tested.
+    """
+    return (
+        type(spec) is FullAttentionSpec
+        and spec.sliding_window is None
+        and spec.attention_chunk_size is None
+        and not spec.non_causal
+    )
+
+
+def _describe(spec: Any) -> str:
+    """Return a spec's class, and what else of it may be why it is refused."""
+    named = ("sliding_window", "attention_chunk_size", "non_causal")
+    values = [f"{name}={getattr(spec, name)}" for name in named if getattr(spec, name, None)]
+    return f"{type(spec).__name__}({', '.join(values)})"
 
 
 def _is_minted(engine_id: str) -> bool:
