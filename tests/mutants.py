@@ -550,6 +550,12 @@ MUTANTS = (
         (f"{STARTUP}::test_every_kind_of_attention_but_plain_full_attention_is_refused_by_name",),
     ),
     Mutant(
+        "server_ext/engine/compat.py",
+        "num_api_servers != 1,",
+        "False,",
+        (f"{STARTUP}::test_a_configuration_that_cannot_be_served_is_refused_by_name",),
+    ),
+    Mutant(
         "server_ext/engine/settings.py",
         'if transfer.kv_connector == "MultiConnector":',
         "if False:",

@@ -125,6 +125,7 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, 
     """
     transfer = vllm_config.kv_transfer_config
     parallel = vllm_config.parallel_config
+    num_api_servers = parallel._api_process_count  # noqa: SLF001 - the count goes no other way to an engine
     groups = kv_cache_config.kv_cache_groups
     attention = [_describe(group.kv_cache_spec) for group in groups]
     host_buffer = current_platform.device_type != "cpu" and transfer.kv_buffer_device == "cpu"
@@ -171,6 +172,10 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, 
         (
             parallel.decode_context_parallel_size != 1 or parallel.prefill_context_parallel_size != 1,
             "context parallelism: not tested yet; use 1",
+        ),
+        (
+            num_api_servers != 1,
+            f"--api-server-count={num_api_servers}: not tested yet; use 1, which is the default",
         ),
         (
             vllm_config.lora_config is not None,

@@ -1,7 +1,7 @@
 """bidikv's metrics on vLLM's own `/metrics`.
 
 Two sources. What turns did is counted here, by the API process that conducted them (`turn_metrics().observe`), with
-the library that vLLM counts with: so vLLM's own route serves it, summed over API processes where there are several.
+the library that vLLM counts with: so vLLM's own route serves it.
 What the home holds lies in the engine core: `attach` puts a route in front of vLLM's that asks the home at each scrape
 and adds its answer, so that it is true on an idle engine as well; where the engine is busy, the last answer is served,
 with its age.

@@ -50,6 +50,7 @@ class _Groups:
         (lambda c: setattr(c.parallel_config, "data_parallel_size", 2), False, "data_parallel_size=2"),
         (lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2), False, "context parallelism"),
         (lambda c: setattr(c.parallel_config, "prefill_context_parallel_size", 2), False, "context parallelism"),
+        (lambda c: setattr(c.parallel_config, "_api_process_count", 2), False, "--api-server-count=2"),
         (lambda c: setattr(c.cache_config, "enable_prefix_caching", False), False, "prefix caching is off"),
         (lambda c: setattr(c, "speculative_config", object()), False, "speculative"),
         (lambda c: setattr(c, "lora_config", object()), False, "LoRA"),
