@@ -507,6 +507,18 @@ MUTANTS = (
         "if True:",
         (f"{WEIGHTS_AND_SLEEP}::test_a_stock_engine_takes_new_weights",),
     ),
+    Mutant(
+        "server_ext/core/leases.py",
+        " or turn.has_old_weights",
+        "",
+        (f"{IN_SCHEDULER}::test_new_weights_during_a_turn",),
+    ),
+    Mutant(
+        "server_ext/core/revocation.py",
+        'if reason == "model_changed":',
+        "if False:",
+        (f"{IN_SCHEDULER}::test_new_weights_during_a_turn",),
+    ),
     # Start-up.
     Mutant(
         "server_ext/engine/compat.py",
