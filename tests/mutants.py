@@ -84,6 +84,22 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "server_ext/engine/prefill.py",
+        "        self._counts.add(metrics.TICKETS_REFUSED, refusal)\n",
+        "",
+        (
+            f"{READS}::test_a_ticket_that_this_deployment_did_not_sign_is_nothing",
+            f"{READS}::test_a_ticket_that_does_not_fit_is_refused_and_the_prompt_computed",
+            f"{READS}::test_a_ticket_is_good_for_one_read",
+        ),
+    ),
+    Mutant(
+        "server_ext/http/prefill_client.py",
+        'if isinstance(report, dict) and report.get("refusal") == "forged":',
+        "if False:",
+        ("tests/http/test_prefill_client.py::test_a_p_that_holds_the_ticket_for_forged",),
+    ),
+    Mutant(
         "server_ext/core/tickets.py",
         'if issued_for["prompt_hash"] != hash_ids(prompt_ids, num_tokens):',
         "if False:",
@@ -268,7 +284,7 @@ MUTANTS = (
     ),
     Mutant(
         "server_ext/core/leases.py",
-        "if turn is None or turn.pin is not None or num_tokens <= 0:",
+        "if turn is None or turn.pin is not None or turn.has_old_weights or num_tokens <= 0:",
         "if turn is None or turn.pin is not None:",
         (f"{LEASES}::test_a_request_without_computed_tokens_leaves_the_old_lease",),
     ),

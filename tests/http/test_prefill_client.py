@@ -145,6 +145,16 @@ def test_no_answer(answer, may_still_read):
     assert unavailable.value.may_still_read == may_still_read
 
 
+def test_a_p_that_holds_the_ticket_for_forged():
+    """Nothing was read and nothing is kept for D: the turn is told of a read that failed, and the log of the secret."""
+    refused = httpx.Response(
+        200, json={"kv_transfer_params": {"bidikv": {"reason": "read_failed", "refusal": "forged"}}}
+    )
+    with pytest.raises(PrefillUnavailable, match="secret_file") as unavailable:
+        call(answering(lambda body: refused))
+    assert (unavailable.value.may_still_read, unavailable.value.reason) == (False, "read_failed")
+
+
 def test_without_a_prefill_node():
     """There is nobody to ask, and nobody who reads."""
     with pytest.raises(PrefillUnavailable, match="prefill_urls") as unavailable:
