@@ -84,6 +84,22 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "server_ext/engine/prefill.py",
+        "        self._counts.add(metrics.TICKETS_REFUSED, refusal)\n",
+        "",
+        (
+            f"{READS}::test_a_ticket_that_this_deployment_did_not_sign_is_nothing",
+            f"{READS}::test_a_ticket_that_does_not_fit_is_refused_and_the_prompt_computed",
+            f"{READS}::test_a_ticket_is_good_for_one_read",
+        ),
+    ),
+    Mutant(
+        "server_ext/http/prefill_client.py",
+        'if isinstance(report, dict) and report.get("refusal") == "forged":',
+        "if False:",
+        ("tests/http/test_prefill_client.py::test_a_p_that_holds_the_ticket_for_forged",),
+    ),
+    Mutant(
         "server_ext/core/tickets.py",
         'if issued_for["prompt_hash"] != hash_ids(prompt_ids, num_tokens):',
         "if False:",
@@ -268,7 +284,7 @@ MUTANTS = (
     ),
     Mutant(
         "server_ext/core/leases.py",
-        "if turn is None or turn.pin is not None or num_tokens <= 0:",
+        "if turn is None or turn.pin is not None or turn.has_old_weights or num_tokens <= 0:",
         "if turn is None or turn.pin is not None:",
         (f"{LEASES}::test_a_request_without_computed_tokens_leaves_the_old_lease",),
     ),
@@ -507,6 +523,18 @@ MUTANTS = (
         "if True:",
         (f"{WEIGHTS_AND_SLEEP}::test_a_stock_engine_takes_new_weights",),
     ),
+    Mutant(
+        "server_ext/core/leases.py",
+        " or turn.has_old_weights",
+        "",
+        (f"{IN_SCHEDULER}::test_new_weights_during_a_turn",),
+    ),
+    Mutant(
+        "server_ext/core/revocation.py",
+        'if reason == "model_changed":',
+        "if False:",
+        (f"{IN_SCHEDULER}::test_new_weights_during_a_turn",),
+    ),
     # Start-up.
     Mutant(
         "server_ext/engine/compat.py",
@@ -515,8 +543,51 @@ MUTANTS = (
         (
             f"{STARTUP}::test_a_configuration_that_cannot_be_served_is_refused_by_name",
             f"{STARTUP}::test_models_with_several_kinds_of_attention_are_refused",
+            f"{STARTUP}::test_every_kind_of_attention_but_plain_full_attention_is_refused_by_name",
             f"{STARTUP}::test_host_buffers_on_a_gpu_are_refused",
         ),
+    ),
+    Mutant(
+        "server_ext/engine/compat.py",
+        "len(groups) != 1 or not",
+        "not",
+        (f"{STARTUP}::test_models_with_several_kinds_of_attention_are_refused",),
+    ),
+    Mutant(
+        "server_ext/engine/compat.py",
+        "type(spec) is FullAttentionSpec",
+        "isinstance(spec, FullAttentionSpec)",
+        (f"{STARTUP}::test_every_kind_of_attention_but_plain_full_attention_is_refused_by_name",),
+    ),
+    Mutant(
+        "server_ext/engine/compat.py",
+        "        and spec.sliding_window is None\n",
+        "",
+        (f"{STARTUP}::test_every_kind_of_attention_but_plain_full_attention_is_refused_by_name",),
+    ),
+    Mutant(
+        "server_ext/engine/compat.py",
+        "        and spec.attention_chunk_size is None\n",
+        "",
+        (f"{STARTUP}::test_every_kind_of_attention_but_plain_full_attention_is_refused_by_name",),
+    ),
+    Mutant(
+        "server_ext/engine/compat.py",
+        "        and not spec.non_causal\n",
+        "",
+        (f"{STARTUP}::test_every_kind_of_attention_but_plain_full_attention_is_refused_by_name",),
+    ),
+    Mutant(
+        "server_ext/engine/compat.py",
+        "reads != exchanges,",
+        "False,",
+        (f"{STARTUP}::test_bidirectional_transfer_on_the_wrong_engine_is_refused",),
+    ),
+    Mutant(
+        "server_ext/engine/compat.py",
+        "num_api_servers != 1,",
+        "False,",
+        (f"{STARTUP}::test_a_configuration_that_cannot_be_served_is_refused_by_name",),
     ),
     Mutant(
         "server_ext/engine/settings.py",

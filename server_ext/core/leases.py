@@ -125,8 +125,8 @@ class LeaseTable:
     ) -> bool:
         """Pin the blocks of a turn's finished request provisionally; return whether this call pinned them.
 
-        Nothing is pinned for an unknown nonce, for a turn that has a pin already, or without computed tokens
-        (a request that lost its blocks): then the old lease stays.
+        Nothing is pinned for an unknown nonce, for a turn that has a pin already or began under other weights, or
+        without computed tokens (a request that lost its blocks): then the old lease stays.
 
         Args:
             nonce: of `begin`.
@@ -138,7 +138,7 @@ class LeaseTable:
         self._held.sweep(now_s=now_s)
         turn = self._held.turns.get(nonce)
         num_tokens = min(num_tokens, len(token_ids), len(block_ids) * self._block_size)
-        if turn is None or turn.pin is not None or num_tokens <= 0:
+        if turn is None or turn.pin is not None or turn.has_old_weights or num_tokens <= 0:
             return False
         pin = Lease(
             due_s=now_s + self._settings.provisional_ttl_s,

@@ -1,8 +1,8 @@
 """What is measured: every metric's name, kind, labels and meaning, and the counters that need no library.
 
-`HOME` is counted by the home in the engine core and scraped as a snapshot of plain values; `TURNS` is counted by the
-API process that conducted the turn. No label holds anything that a client chose. Pure; may import the standard
-library and `bidikv_sdk.wire`.
+`HOME` is counted by the home in D's engine core, `READER` by P's, and both are scraped as a snapshot of plain values;
+`TURNS` is counted by the API process that conducted the turn. No label holds anything that a client chose. Pure; may
+import the standard library, `bidikv_sdk.wire` and `tickets`.
 """
 
 from collections import Counter
@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 from bidikv_sdk.wire import OUTCOMES
+
+from .tickets import REFUSAL_REASONS
 
 Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
 
@@ -132,6 +134,16 @@ HOME: Final = (
 )  # fmt: skip
 """What a home's snapshot has, all of it, always."""
 
+TICKETS_REFUSED: Final = Metric(
+    "counter",
+    "bidikv_tickets_refused_total",
+    "Tickets that a prefill node did not use, by what was wrong with them.",
+    *_by("reason", *REFUSAL_REASONS, "ticket_late"),
+)
+
+READER: Final = (TICKETS_REFUSED,)
+"""What a prefill node's snapshot has."""
+
 _OUTCOMES: Final = tuple((outcome,) for outcome in OUTCOMES)
 
 TURNS_ENDED: Final = Metric(
@@ -162,10 +174,10 @@ TURNS: Final = (TURNS_ENDED, PROMPT_TOKENS, TTFT, PREFILL)
 """What an API process counts."""
 
 SNAPSHOT_AGE: Final = Metric(
-    "gauge", "bidikv_snapshot_age_seconds", "How old the home's numbers are; above 0 while the engine is busy."
+    "gauge", "bidikv_snapshot_age_seconds", "How old the engine's numbers are; above 0 while it is busy."
 )
 
-ALL: Final = (*HOME, *TURNS, SNAPSHOT_AGE)
+ALL: Final = (*HOME, *READER, *TURNS, SNAPSHOT_AGE)
 
 
 class Counts:
@@ -182,12 +194,12 @@ class Counts:
         """Return how often it happened."""
         return self._counts[metric.name, labels]
 
-    def snapshot(self) -> Snapshot:
-        """Return the counters of `HOME` that have happened or have known series."""
+    def snapshot(self, metrics: tuple[Metric, ...] = HOME) -> Snapshot:
+        """Return the counters of `metrics` that have happened or have known series."""
         snapshot: Snapshot = {}
         for (name, labels), value in self._counts.items():
             snapshot.setdefault(name, []).append((list(labels), float(value)))
-        for metric in HOME:
+        for metric in metrics:
             if metric.kind == "counter":
                 series = snapshot.setdefault(metric.name, [])
                 seen = [one for one, _ in series]

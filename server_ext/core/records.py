@@ -59,6 +59,8 @@ class Turn(Dated):
     """The provisional lease of its finished request."""
     pin_reason: Reason | None = None
     """Why the pin is smaller than the turn, or gone."""
+    has_old_weights: bool = False
+    """Whether the engine's weights have changed since it began: then it pins nothing, for no turn could use it."""
 
 
 @dataclass(slots=True, eq=False)

@@ -75,13 +75,16 @@ class Revoker:
     def release_all(self, reason: "Reason", *, now_s: float) -> None:
         """Drop every lease and pin with this reason, for a cache reset, sleep or new weights.
 
-        Open tickets stay until they are returned or due: their references are their own.
+        Open tickets stay until they are returned or due: their references are their own. After new weights
+        (`model_changed`) an open turn gets no pin any more: what it computes is of either.
         """
         self._held.sweep(now_s=now_s)
         for key in list(self._held.leases):
             self._held.end_lease(key, "revoked", reason)
         for turn in self._held.turns.values():
             self._held.drop_pin(turn, reason)
+            if reason == "model_changed":
+                turn.has_old_weights, turn.pin_reason = True, reason
         self._held.lost.clear()
 
 

@@ -31,6 +31,7 @@ TICKET_ID_PREFIX: Final = "bidikv-ticket-"
 """Tells a ticket's `remote_request_id` from a request's, in the notifications that readers send."""
 
 Refusal: TypeAlias = Literal[
+    "forged",
     "malformed",
     "wrong_length",
     "wrong_blocks",
@@ -38,10 +39,11 @@ Refusal: TypeAlias = Literal[
     "wrong_fingerprint",
     "already_used",
 ]
-"""Why a reader does not use a ticket; stable names, for logs and metrics."""
+"""Why a reader does not use a ticket; stable names, for logs and metrics. `forged` is what `verify` refuses."""
 
 REFUSAL_REASONS: "Final[Mapping[Refusal, Reason]]" = MappingProxyType(
     {
+        "forged": "read_failed",
         "malformed": "read_failed",
         "wrong_length": "read_failed",
         "wrong_blocks": "read_failed",

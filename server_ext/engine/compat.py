@@ -125,8 +125,10 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, 
     """
     transfer = vllm_config.kv_transfer_config
     parallel = vllm_config.parallel_config
+    num_api_servers = parallel._api_process_count  # noqa: SLF001 - the count goes no other way to an engine
+    exchanges = bool(transfer.get_from_extra_config("bidirectional_kv_xfer", False))
     groups = kv_cache_config.kv_cache_groups
-    attention = [type(group.kv_cache_spec).__name__ for group in groups]
+    attention = [_describe(group.kv_cache_spec) for group in groups]
     host_buffer = current_platform.device_type != "cpu" and transfer.kv_buffer_device == "cpu"
     refusals = [
         (
@@ -144,6 +146,14 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, 
             ),
         ),
         (
+            reads != exchanges,
+            (
+                f"kv_connector_extra_config has bidirectional_kv_xfer={exchanges}: an engine that reads leases (P) needs "
+                "it to read at all, and on D vLLM would hold every turn's blocks for minutes; set it to true on P and "
+                "leave it out on D"
+            ),
+        ),
+        (
             transfer.kv_load_failure_policy != "recompute",
             (
                 f"kv_load_failure_policy={transfer.kv_load_failure_policy!r} makes a failed read an error of the "
@@ -151,10 +161,10 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, 
             ),
         ),
         (
-            len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec),
+            len(groups) != 1 or not _is_plain_full_attention(groups[0].kv_cache_spec),
             (
-                f"KV cache groups {attention}: only models with one full-attention group are supported; "
-                "serve hybrid, sliding-window and state-space models without bidikv"
+                f"KV cache groups {attention}: only models with one group of plain full attention are supported; "
+                "serve hybrid, sliding-window, latent-attention (MLA) and state-space models without bidikv"
             ),
         ),
         (
@@ -171,6 +181,10 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, 
         (
             parallel.decode_context_parallel_size != 1 or parallel.prefill_context_parallel_size != 1,
             "context parallelism: not tested yet; use 1",
+        ),
+        (
+            num_api_servers != 1,
+            f"--api-server-count={num_api_servers}: not tested yet; use 1, which is the default",
         ),
         (
             vllm_config.lora_config is not None,
@@ -196,6 +210,27 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, 
         if refused:
             msg = f"bidikv cannot serve this configuration: {why}"
             raise ValueError(msg)
+
+
+def _is_plain_full_attention(spec: Any) -> bool:
+    """Tell whether a request's blocks are those of its tokens, all of them, and depend on nothing that comes later.
+
+    The class itself: one subclass drops blocks from the middle (`RSWASpec`), one puts others in front
+    (`SinkFullAttentionSpec`), and what latent attention keeps (`MLAAttentionSpec`) has not been tested.
+    """
+    return (
+        type(spec) is FullAttentionSpec
+        and spec.sliding_window is None
+        and spec.attention_chunk_size is None
+        and not spec.non_causal
+    )
+
+
+def _describe(spec: Any) -> str:
+    """Return a spec's class, and what else of it may be why it is refused."""
+    named = ("sliding_window", "attention_chunk_size", "non_causal")
+    values = [f"{name}={getattr(spec, name)}" for name in named if getattr(spec, name, None)]
+    return f"{type(spec).__name__}({', '.join(values)})"
 
 
 def _is_minted(engine_id: str) -> bool:

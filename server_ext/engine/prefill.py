@@ -15,6 +15,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from server_ext.core import metrics
 from server_ext.core.tickets import REFUSAL_REASONS, check_ticket, verify
 from server_ext.engine import compat
 from server_ext.engine.identity import Identity
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
 
     from bidikv_sdk.wire import Reason
+    from server_ext.core.tickets import Refusal
     from server_ext.engine.settings import EngineSettings
 
 logger = compat.init_logger("vllm.bidikv")
@@ -46,6 +48,7 @@ class Read:
     fingerprint: str
     ttl_s: float | None = None
     reason: str | None = None
+    refusal: str | None = None
     local_tokens: int = 0
     fetched_tokens: int = 0
     started_s: float | None = None
@@ -59,7 +62,8 @@ class Read:
         """Return the report.
 
         Token counts are of the prompt; `fetch_s` is how long the read took and `read_age_s` how long ago it ended, both
-        in seconds and None where nothing was fetched.
+        in seconds and None where nothing was fetched. `refusal` says what was wrong with the ticket; `reason` is the
+        wire's word for it, and for whatever else kept the ticket from being used.
         """
         return {
             "local_tokens": self.local_tokens,
@@ -67,6 +71,7 @@ class Read:
             "fetch_s": self.fetch_s if self.fetched_tokens else None,
             "read_age_s": self._read_age_s(now_s),
             "reason": self.reason,
+            "refusal": self.refusal,
         }
 
     def _read_age_s(self, now_s: float) -> float | None:
@@ -90,12 +95,17 @@ class PrefillScheduler(compat.NixlPullConnectorScheduler):
         self._secret = settings.secret
         self._reads: dict[str, Read] = {}
         self._seen_tickets: OrderedDict[str, None] = OrderedDict()
+        self._forged: set[str] = set()
+        self._counts = metrics.Counts()
 
     def on_new_request(self, request: compat.Request) -> None:
-        """Take the ticket, or drop it with its reason; unsigned parameters are ignored altogether."""
-        params = verify(request.kv_transfer_params, self._secret)
-        request.kv_transfer_params = params
-        if params is not None:
+        """Take the ticket, or drop it with its reason; nothing of what is not signed is used."""
+        given = request.kv_transfer_params
+        params = request.kv_transfer_params = verify(given, self._secret)
+        if params is None and given is not None:
+            self._note_refusal(request, "forged")
+            self._forged.add(request.request_id)
+        elif params is not None:
             read = self._reads[request.request_id] = Read(time.perf_counter(), self.identity.fingerprint)
             if params.get("remote_block_ids"):
                 self._take_ticket(request, params, read)
@@ -110,14 +120,18 @@ class PrefillScheduler(compat.NixlPullConnectorScheduler):
             seen_ids=self._seen_tickets,
         )
         if refusal is not None:
-            logger.warning("Ticket of %s refused: %s; its prompt is computed instead.", request.request_id, refusal)
-            read.reason = REFUSAL_REASONS[refusal]
+            self._note_refusal(request, refusal)
+            read.reason, read.refusal = REFUSAL_REASONS[refusal], refusal
             params["remote_block_ids"] = None
             return
         read.ttl_s = params["bidikv_ttl_s"]
         self._seen_tickets[params["remote_request_id"]] = None
         if len(self._seen_tickets) > _MAX_SEEN_TICKETS:
             self._seen_tickets.popitem(last=False)
+
+    def _note_refusal(self, request: compat.Request, refusal: Refusal) -> None:
+        logger.warning("Ticket of %s refused: %s; its prompt is computed instead.", request.request_id, refusal)
+        self._counts.add(metrics.TICKETS_REFUSED, refusal)
 
     def get_num_new_matched_tokens(self, request: compat.Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Offer the ticket's tokens beyond P's own prefix, but never twice."""
@@ -134,6 +148,8 @@ class PrefillScheduler(compat.NixlPullConnectorScheduler):
         if params.get("remote_block_ids"):
             read.reason = self._why_not_any_more(read)
             if read.reason is not None:
+                late = read.reason == "ticket_late"
+                self._counts.add(metrics.TICKETS_REFUSED, "ticket_late" if late else "wrong_fingerprint")
                 params["remote_block_ids"] = None
         num_tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if not num_tokens and read.reason is None and params.get("remote_block_ids"):
@@ -171,6 +187,10 @@ class PrefillScheduler(compat.NixlPullConnectorScheduler):
         """Send the report along with vLLM's own parameters for the decode side, and until when the blocks are kept."""
         read = self._reads.pop(request.request_id, None)
         delay_free, params = super().request_finished(request, block_ids)
+        if request.request_id in self._forged:
+            # Nothing is kept for whoever made that up; but D, if it was one, shall know why.
+            self._forged.discard(request.request_id)
+            params = {"bidikv": {"reason": REFUSAL_REASONS["forged"], "refusal": "forged"}}
         if read is not None and params is not None:
             params["bidikv"] = {
                 **read.to_json(time.perf_counter()),
@@ -187,6 +207,8 @@ class PrefillScheduler(compat.NixlPullConnectorScheduler):
         self.identity.weight_version = weight_version
 
     def control(self, op: str, arg: dict[str, Any]) -> dict[str, Any]:  # noqa: ARG002 - the channel's signature
-        """Refuse: P keeps no sessions."""
+        """Return what `metrics` of a home returns; refuse all else, as P keeps no sessions."""
+        if op == "metrics":
+            return {"metrics": self._counts.snapshot(metrics.READER)}
         msg = f"this engine is a prefill node and has no op {op!r}; sessions live on decode nodes"
         return {"error": {"code": "engine_unavailable", "message": msg}}

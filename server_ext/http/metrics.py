@@ -1,12 +1,13 @@
 """bidikv's metrics on vLLM's own `/metrics`.
 
 Two sources. What turns did is counted here, by the API process that conducted them (`turn_metrics().observe`), with
-the library that vLLM counts with: so vLLM's own route serves it, summed over API processes where there are several.
-What the home holds lies in the engine core: `attach` puts a route in front of vLLM's that asks the home at each scrape
-and adds its answer, so that it is true on an idle engine as well; where the engine is busy, the last answer is served,
-with its age.
+the library that vLLM counts with: so vLLM's own route serves it.
+What the home holds, and what a prefill node refused, lies in the engine core: `attach` puts a route in front of vLLM's
+that asks the engine at each scrape and adds its answer, so that it is true on an idle engine as well; where the engine
+is busy, the last answer is served, with its age.
 
-Order: `attach` once on the app (with the routes), `HomeMetrics` as `app.state.bidikv_metrics` once the engine is there.
+Order: `attach` once on the app (with the routes), `EngineMetrics` as `app.state.bidikv_metrics` once the engine is
+there.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ def turn_metrics() -> TurnMetrics:
     return TurnMetrics()
 
 
-class HomeMetrics:
-    """The home's metrics, asked for at each scrape, with a deadline.
+class EngineMetrics:
+    """The metrics of a home or of a prefill node's reads, asked for at each scrape, with a deadline.
 
     Args:
         engine_client: vLLM's.
@@ -99,7 +100,7 @@ class HomeMetrics:
         self._asking: asyncio.Task[None] | None = None
 
     async def scrape(self) -> bytes:
-        """Return the home's metrics in Prometheus' text format: as they are now, else as they were last.
+        """Return the engine's metrics in Prometheus' text format: as they are now, else as they were last.
 
         Empty where the engine never answered. Never raises for an engine that is busy, draining or dead.
         """
@@ -139,10 +140,10 @@ def attach(app: FastAPI) -> None:
     async def metrics(request: Request) -> Response:
         """Serve vLLM's metrics and bidikv's."""
         response: Response = await run_in_threadpool(stock.endpoint, request)
-        home: HomeMetrics | None = getattr(request.app.state, "bidikv_metrics", None)
-        if home is None:
+        engine: EngineMetrics | None = getattr(request.app.state, "bidikv_metrics", None)
+        if engine is None:
             return response
-        body = bytes(response.body) + await home.scrape()
+        body = bytes(response.body) + await engine.scrape()
         return Response(body, media_type=response.headers["content-type"])
 
     app.add_api_route(_PATH, metrics, methods=["GET"], response_class=stock.response_class)
@@ -156,11 +157,12 @@ class _Families(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
         """Yield every metric that the snapshot has and this version knows."""
-        for metric in (*names.HOME, names.SNAPSHOT_AGE):
-            family = _FAMILIES[metric.kind](metric.name, metric.help, labels=metric.labels)
-            for labels, value in self._snapshot.get(metric.name, []):
-                family.add_metric(labels, value)
-            yield family
+        for metric in (*names.HOME, *names.READER, names.SNAPSHOT_AGE):
+            if metric.name in self._snapshot:
+                family = _FAMILIES[metric.kind](metric.name, metric.help, labels=metric.labels)
+                for labels, value in self._snapshot[metric.name]:
+                    family.add_metric(labels, value)
+                yield family
 
 
 def _counter(metric: Metric, registry: CollectorRegistry) -> Counter:

@@ -10,7 +10,7 @@ from server_ext.engine.settings import EngineSettings
 from server_ext.http import chat_route, engine_route, messages_route, metrics, prefill_route, routes
 from server_ext.http.conductor import Conductor
 from server_ext.http.engine_route import EngineReport
-from server_ext.http.metrics import HomeMetrics, turn_metrics
+from server_ext.http.metrics import EngineMetrics, turn_metrics
 from server_ext.http.prefill_route import PrefillService
 from server_ext.http.transfer_params import RefuseTransferParams
 
@@ -58,11 +58,11 @@ class BidiKVPlugin:
             prompt_tokens_details=bool(args.enable_prompt_tokens_details),
         )
         state.bidikv_engine = report
+        state.bidikv_metrics = EngineMetrics(engine_client)
         if settings.role == "prefill":
             state.bidikv_prefill = PrefillService(engine_client, settings)
             return
         state.bidikv_conductor = Conductor(engine_client, state.openai_serving_chat, settings, has_keys=has_keys)
         report.facts["appends"] = await state.bidikv_conductor.check_template()
         messages_route.attach(state)
-        state.bidikv_metrics = HomeMetrics(engine_client)
         turn_metrics()  # so that its series exist from the start

@@ -12,11 +12,13 @@ import httpx
 
 from bidikv_sdk.prefix import num_blocks
 from bidikv_sdk.wire import REASONS
+from server_ext.core.tickets import REFUSAL_REASONS
 from server_ext.http.prefill_route import PREFILL_PATH, REQUEST_PREFIX, pack_ids, prefill_token
 
 if TYPE_CHECKING:
     from array import array
 
+    from bidikv_sdk.wire import Reason
     from server_ext.engine.settings import EngineSettings
 
 # Before the first turn has shown P's rate. Slow on purpose: a deadline that is too long costs a stuck turn some
@@ -41,12 +43,14 @@ _KEEPALIVE_S = 2.0
 class PrefillUnavailable(Exception):
     """No P answered.
 
-    `may_still_read` tells whether one could still be reading the ticket; `failed_urls` are the Ps that were asked.
+    `may_still_read` tells whether one could still be reading the ticket; `failed_urls` are the Ps that were asked, and
+    `reason` is the turn's.
     """
 
-    def __init__(self, message: str, *, may_still_read: bool) -> None:
+    def __init__(self, message: str, *, may_still_read: bool, reason: Reason = "prefill_unavailable") -> None:
         super().__init__(message)
         self.may_still_read = may_still_read
+        self.reason = reason
         self.failed_urls: list[str] = []
 
 
@@ -163,9 +167,13 @@ class PrefillClient:
 
         Raises:
             ValueError, KeyError, TypeError: not the answer of a P.
+            PrefillUnavailable: P holds the call's parameters for forged, and keeps nothing for D.
         """
         params = dict(reply["kv_transfer_params"])
         report = params.pop("bidikv")
+        if isinstance(report, dict) and report.get("refusal") == "forged":
+            msg = f"prefill node {url} refused the ticket: forged; D and P must have the same secret_file"
+            raise PrefillUnavailable(msg, may_still_read=False, reason=REFUSAL_REASONS["forged"])
         # With this vLLM would show P's own prefix hits as D's, and hide whether D could read what P computed.
         params.pop("remote_prefill_cached_tokens", None)
         (block_ids,) = params["remote_block_ids"]

@@ -155,7 +155,7 @@ class Turn:
             )
         except PrefillUnavailable as unavailable:
             logger.warning("Turn %s is computed on D: %s", plan.request_id, unavailable)
-            self._prefill_reason = "prefill_unavailable"
+            self._prefill_reason = unavailable.reason
             self._may_still_read = unavailable.may_still_read
             self._failed_urls = unavailable.failed_urls
             return None

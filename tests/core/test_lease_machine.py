@@ -66,6 +66,7 @@ class Tables(RuleBasedStateMachine):
         self.content: dict[int, list[int]] = {}
         # By nonce: key, prompt. By ticket: its blocks, what they must contain, and when it may end.
         self.turns: dict[str, tuple] = {}
+        self.of_old_weights: set[str] = set()
         self.open_tickets: dict[str, tuple] = {}
         self.ticket_id_of: dict[str, str] = {}
 
@@ -169,6 +170,7 @@ class Tables(RuleBasedStateMachine):
         num_tokens = max(0, len(ids) - num_uncomputed)
         is_pinned = self.table.finish(nonce, block_ids, num_tokens, ids, now_s=self.now_s)
         assert self.table.is_open(nonce) or not is_pinned
+        assert nonce not in self.of_old_weights or not is_pinned
         assert not self.table.finish(nonce, block_ids, num_tokens, ids, now_s=self.now_s) or not num_tokens
         self.pool.give_back(block_ids)
 
@@ -324,6 +326,8 @@ class Tables(RuleBasedStateMachine):
         assert self.table.has_tickets(now_s=self.now_s) == bool(tickets)
         self.table.release_all(reason, now_s=self.now_s)
         assert list(self.table.holdings()) == tickets
+        if reason == "model_changed":
+            self.of_old_weights.update(self.open_nonces())
 
     @rule(target=requests, num_blocks=st.integers(1, 6))
     def start_request(self, num_blocks):

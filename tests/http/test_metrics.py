@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from bidikv_sdk.wire import OUTCOMES, CacheReport, Timings
 from server_ext.core import metrics as names
+from server_ext.core.metrics import Counts
 
 with warnings.catch_warnings():
     # Warnings are errors, but what torch and vLLM say while they are imported is not ours to mend.
@@ -20,7 +21,7 @@ with warnings.catch_warnings():
     from vllm.entrypoints.serve.instrumentator.metrics import attach_router as attach_stock_metrics
     from vllm.plugins.endpoint_plugins.interface import attach_endpoint_plugins
 
-    from server_ext.http.metrics import HomeMetrics, TurnMetrics, attach, turn_metrics
+    from server_ext.http.metrics import EngineMetrics, TurnMetrics, attach, turn_metrics
 
 from tests.core.fakes import FakePool, make_home
 
@@ -99,7 +100,7 @@ def make_report(**changes):
 
 def test_a_scrape_shows_the_home_beside_vllms_own_metrics(app, engine):
     """One scrape has vLLM's process metrics and every metric of the home, as text that Prometheus can read."""
-    app.state.bidikv_metrics = HomeMetrics(engine)
+    app.state.bidikv_metrics = EngineMetrics(engine)
     response = asyncio.run(get_metrics(app))
     assert response.status_code == 200
     assert response.headers["content-type"].startswith("text/plain; version=")
@@ -114,7 +115,7 @@ def test_a_scrape_shows_the_home_beside_vllms_own_metrics(app, engine):
 
 def test_every_scrape_asks_the_engine_anew(app, engine):
     """An idle engine's numbers are those of now, for it is asked each time."""
-    app.state.bidikv_metrics = HomeMetrics(engine)
+    app.state.bidikv_metrics = EngineMetrics(engine)
 
     async def scenario():
         await get_metrics(app)
@@ -128,7 +129,7 @@ def test_every_scrape_asks_the_engine_anew(app, engine):
 def test_a_busy_engine_is_asked_once_and_its_last_numbers_are_served(app, engine):
     """Scrapes do not wait for a long step: they serve the last snapshot with its age, and queue no calls up."""
     now_s = 100.0
-    app.state.bidikv_metrics = HomeMetrics(engine, timeout_s=0.001, clock=lambda: now_s)
+    app.state.bidikv_metrics = EngineMetrics(engine, timeout_s=0.001, clock=lambda: now_s)
 
     async def scenario():
         nonlocal now_s
@@ -148,18 +149,28 @@ def test_a_busy_engine_is_asked_once_and_its_last_numbers_are_served(app, engine
 def test_an_engine_that_never_answered_leaves_vllms_metrics_alone(app, engine):
     """A dead engine fails no scrape."""
     engine.error = RuntimeError("the engine is dead")
-    app.state.bidikv_metrics = HomeMetrics(engine)
+    app.state.bidikv_metrics = EngineMetrics(engine)
     response = asyncio.run(get_metrics(app))
     assert response.status_code == 200
     assert "bidikv_blocks" not in response.text
 
 
 def test_an_engine_without_a_home_leaves_vllms_metrics_alone(app, engine):
-    """On a prefill node the route is vLLM's own; an engine that knows no such op is no error either."""
+    """Where neither P nor D runs the route is vLLM's own; an engine that knows no such op is no error either."""
     assert "bidikv_blocks" not in asyncio.run(get_metrics(app)).text
     engine.home = SimpleNamespace(handle=lambda *_, **__: {"error": {"code": "engine_unavailable"}})
-    app.state.bidikv_metrics = HomeMetrics(engine)
+    app.state.bidikv_metrics = EngineMetrics(engine)
     assert "bidikv_blocks" not in asyncio.run(get_metrics(app)).text
+
+
+def test_a_prefill_nodes_scrape_has_what_it_refused(app, engine):
+    """On P the route adds what P counts, and no series of a home."""
+    refused = {"metrics": Counts().snapshot(names.READER)}
+    engine.home = SimpleNamespace(handle=lambda *_, **__: refused)
+    app.state.bidikv_metrics = EngineMetrics(engine)
+    text = asyncio.run(get_metrics(app)).text
+    assert parse(text)["bidikv_tickets_refused_total", "forged"] == 0
+    assert "bidikv_blocks" not in text
 
 
 def test_without_vllms_route_nothing_is_attached():

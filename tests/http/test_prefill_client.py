@@ -158,6 +158,16 @@ def test_no_name_of_a_callers_means_anything_between_engines(given):
     assert engine_request_id("chatcmpl-8.f_0") == "turn-chatcmpl-8.f_0"
 
 
+def test_a_p_that_holds_the_ticket_for_forged():
+    """Nothing was read and nothing is kept for D: the turn is told of a read that failed, and the log of the secret."""
+    refused = httpx.Response(
+        200, json={"kv_transfer_params": {"bidikv": {"reason": "read_failed", "refusal": "forged"}}}
+    )
+    with pytest.raises(PrefillUnavailable, match="secret_file") as unavailable:
+        call(answering(lambda body: refused))
+    assert (unavailable.value.may_still_read, unavailable.value.reason) == (False, "read_failed")
+
+
 def test_without_a_prefill_node():
     """There is nobody to ask, and nobody who reads."""
     with pytest.raises(PrefillUnavailable, match="prefill_urls") as unavailable:

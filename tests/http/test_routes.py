@@ -487,18 +487,22 @@ def test_one_turn_at_a_time(stack, stream):
 
 
 @pytest.mark.parametrize(
-    ("failure", "num_left"),
-    [(httpx.ConnectError("refused"), 0), (httpx.ReadError("cut"), 2)],
-    ids=["not reached", "cut"],
+    ("failure", "reason", "num_left"),
+    [
+        (httpx.ConnectError("refused"), "prefill_unavailable", 0),
+        (httpx.ReadError("cut"), "prefill_unavailable", 2),
+        (httpx.Response(200, json={"kv_transfer_params": {"bidikv": {"refusal": "forged"}}}), "read_failed", 0),
+    ],
+    ids=["not reached", "cut", "ticket refused as forged"],
 )
-def test_without_p_the_turn_is_computed_on_d(stack, failure, num_left):
+def test_without_p_the_turn_is_computed_on_d(stack, failure, reason, num_left):
     """A failing P costs time only; its ticket comes back at once where it cannot be reading, else at its deadline."""
 
     async def scenario(client):
         await run_turn(client, 1)
         stack.p.answer = lambda body: failure
         info = info_of(await run_turn(client, 2))
-        assert (info.turn, info.cache.reason, info.cache.outcome) == (2, "prefill_unavailable", "recomputed")
+        assert (info.turn, info.cache.reason, info.cache.outcome) == (2, reason, "recomputed")
         await settled()
         assert (await state_of(client)).pool.pending_ticket_blocks == num_left
         stack.engine.now_s = 1000.0

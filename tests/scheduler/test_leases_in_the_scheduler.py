@@ -232,17 +232,22 @@ def test_new_weights_while_a_reader_reads(make_harness):
         assert (begun["ticket"], begun["lease_reason"]) == (None, "model_changed")
 
 
-def test_new_weights_during_a_turn(make_harness):
-    """What a running turn leaves behind may have been computed by either weights: the next turn does not use it."""
+@pytest.mark.parametrize("versions", [["after training"], ["after training", "default"]], ids=["new", "and back"])
+def test_new_weights_during_a_turn(make_harness, versions):
+    """What a running turn leaves behind may have been computed by either weights: nothing of it is held or used."""
     d = make_harness("decode", num_blocks=20, min_fetch_tokens=0)
     d.lease(ids(40), "s")
     begun = d.begin(ids(60), turn=2)
     request = d.add("r", ids(60), session_id=begun["nonce"], max_tokens=3)
     d.answer(d.step())
-    d.scheduler.connector.on_weight_version("after training")
+    for version in versions:
+        d.scheduler.connector.on_weight_version(version)
     assert d.control("get", session_id="s")["info"]["lease"]["num_blocks"] == 0
     d.run(request)
-    d.settle(begun, list(request.all_token_ids))
+    assert d.num_free == 20
+    lease = d.settle(begun, list(request.all_token_ids))["lease"]
+    assert (lease["state"], lease["num_blocks"], lease["reason"]) == ("revoked", 0, "model_changed")
+    assert d.num_free == 20
     begun = d.begin(ids(80), turn=3, want_ticket=True)
     assert (begun["ticket"], begun["lease_reason"]) == (None, "model_changed")
 

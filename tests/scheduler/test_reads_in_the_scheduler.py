@@ -83,24 +83,32 @@ def test_a_preempted_reader_computes(p):
     assert (report["fetched_tokens"], report["reason"]) == (0, "read_failed")
 
 
+def _refused(p):
+    """Return how many tickets P has refused, by reason, as it says when it is scraped; those that are not 0."""
+    reply = p.scheduler.connector.control("metrics", {})["metrics"]
+    return {reason: value for (reason,), value in reply["bidikv_tickets_refused_total"] if value}
+
+
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "refusal", "reason"),
     [
-        ({"prompt_ids": ids(3 * BLOCK_SIZE, 7777)}, "read_failed"),
-        ({"num_tokens": 3 * BLOCK_SIZE + 1, "prompt_ids": ids(4 * BLOCK_SIZE)}, "read_failed"),
-        ({"block_ids": [0, 1]}, "read_failed"),
-        ({"block_ids": [0, 0, 1]}, "read_failed"),
-        ({"fingerprint": "another model"}, "model_changed"),
-        ({"ttl_s": 4.0}, "ticket_late"),
+        ({"prompt_ids": ids(3 * BLOCK_SIZE, 7777)}, "wrong_prompt", "read_failed"),
+        ({"num_tokens": 3 * BLOCK_SIZE + 1, "prompt_ids": ids(4 * BLOCK_SIZE)}, "wrong_length", "read_failed"),
+        ({"block_ids": [0, 1]}, "wrong_blocks", "read_failed"),
+        ({"block_ids": [0, 0, 1]}, "wrong_blocks", "read_failed"),
+        ({"ticket_id": "chatcmpl-1"}, "malformed", "read_failed"),
+        ({"fingerprint": "another model"}, "wrong_fingerprint", "model_changed"),
+        ({"ttl_s": 4.0}, None, "ticket_late"),
     ],
-    ids=["other prompt", "too long", "too few blocks", "a block twice", "other model", "late"],
+    ids=["other prompt", "too long", "too few blocks", "a block twice", "no ticket", "other model", "late"],
 )
-def test_a_ticket_that_does_not_fit_is_refused_and_the_prompt_computed(p, change, reason):
-    """Only exactly the blocks of a prefix of this prompt are ever read."""
+def test_a_ticket_that_does_not_fit_is_refused_and_the_prompt_computed(p, change, refusal, reason):
+    """Only exactly the blocks of a prefix of this prompt are ever read; what is refused is named and counted."""
     request = p.add("r", PROMPT, max_tokens=1, transfer=_ticket(p, **change))
     p.answer(p.step())
     _, report = _report(p, request)
-    assert (report["fetched_tokens"], report["reason"]) == (0, reason)
+    assert (report["fetched_tokens"], report["refusal"], report["reason"]) == (0, refusal, reason)
+    assert _refused(p) == {refusal or reason: 1}
 
 
 def new_weights(p):
@@ -137,22 +145,28 @@ def test_a_ticket_is_good_for_one_read(p):
     first = p.add("first", PROMPT, max_tokens=1, transfer=_ticket(p))
     p.answer(p.step(), finished_recving={"first"})
     _report(p, first)
+    assert _refused(p) == {}
     # A longer prompt, so that P's own prefix does not cover the ticket.
     second = p.add("second", PROMPT, max_tokens=1, transfer=_ticket(p), cache_salt="cold")
     p.answer(p.step())
-    assert _report(p, second)[1]["reason"] == "read_failed"
+    _, report = _report(p, second)
+    assert (report["refusal"], report["reason"]) == ("already_used", "read_failed")
+    assert _refused(p) == {"already_used": 1}
 
 
 @pytest.mark.parametrize("secret", [b"another secret, which P does not know", None], ids=["forged", "unsigned"])
 def test_a_ticket_that_this_deployment_did_not_sign_is_nothing(p, secret):
-    """Such parameters do not even make P keep blocks for a decode node."""
+    """Such parameters do not even make P keep blocks for a decode node; that they came is told, logged and counted."""
     transfer = _ticket(p, secret=secret or SECRET)
     if secret is None:
         del transfer["bidikv_mac"]
     request = p.add("r", PROMPT, max_tokens=1, transfer=transfer)
     p.run(request)
-    assert p.finished["r"] is None
+    assert p.finished["r"] == {"bidikv": {"reason": "read_failed", "refusal": "forged"}}
     assert p.num_free == 20
+    assert _refused(p) == {"forged": 1}
+    p.run(p.add("plain", PROMPT, max_tokens=1))
+    assert (p.finished["plain"], _refused(p)) == (None, {"forged": 1})
 
 
 def test_a_prefix_that_p_holds_itself_is_not_fetched(p):

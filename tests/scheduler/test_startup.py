@@ -5,13 +5,25 @@ from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
+import torch
 from vllm.config import KVTransferConfig
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    HiddenStateCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    RSWASpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from server_ext.engine import compat, control
 from server_ext.engine.settings import EngineSettings
 from server_ext.http.plugin import BidiKVPlugin
 
-from .harness import SECRET, engine_config
+from .harness import BLOCK_SIZE, SECRET, engine_config
 
 
 @pytest.fixture
@@ -34,7 +46,11 @@ class _Groups:
         (lambda c: setattr(c.kv_transfer_config, "kv_role", "kv_producer"), True, "kv_role='kv_producer'"),
         (lambda c: setattr(c.kv_transfer_config, "kv_load_failure_policy", "fail"), False, "kv_load_failure_policy"),
         (lambda c: setattr(c.parallel_config, "tensor_parallel_size", 2), False, "tensor_parallel_size=2"),
+        (lambda c: setattr(c.parallel_config, "pipeline_parallel_size", 2), False, "pipeline_parallel_size=2"),
         (lambda c: setattr(c.parallel_config, "data_parallel_size", 2), False, "data_parallel_size=2"),
+        (lambda c: setattr(c.parallel_config, "decode_context_parallel_size", 2), False, "context parallelism"),
+        (lambda c: setattr(c.parallel_config, "prefill_context_parallel_size", 2), False, "context parallelism"),
+        (lambda c: setattr(c.parallel_config, "_api_process_count", 2), False, "--api-server-count=2"),
         (lambda c: setattr(c.cache_config, "enable_prefix_caching", False), False, "prefix caching is off"),
         (lambda c: setattr(c, "speculative_config", object()), False, "speculative"),
         (lambda c: setattr(c, "lora_config", object()), False, "LoRA"),
@@ -48,6 +64,18 @@ def test_a_configuration_that_cannot_be_served_is_refused_by_name(make_harness, 
     break_it(config)
     with pytest.raises(ValueError, match=named):
         compat.refuse_unsupported(config, groups, reads=reads)
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["P without", "D with"])
+def test_bidirectional_transfer_on_the_wrong_engine_is_refused(config, reads):
+    """A P without it would wait for reads that never begin; a D with it would hold every turn's blocks for minutes."""
+    transfer = config.kv_transfer_config
+    transfer.kv_role = "kv_both" if reads else "kv_consumer"
+    transfer.kv_connector_extra_config["bidirectional_kv_xfer"] = reads
+    compat.refuse_unsupported(config, _Groups(FULL), reads=reads)
+    transfer.kv_connector_extra_config["bidirectional_kv_xfer"] = not reads
+    with pytest.raises(ValueError, match="bidirectional_kv_xfer"):
+        compat.refuse_unsupported(config, _Groups(FULL), reads=reads)
 
 
 def test_another_connector_beside_ours_is_refused(config):
@@ -72,10 +100,38 @@ def test_another_connector_beside_ours_is_refused(config):
         asyncio.run(starting)
 
 
+LAYER = {"block_size": BLOCK_SIZE, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+FULL = FullAttentionSpec(**LAYER)
+
+
 def test_models_with_several_kinds_of_attention_are_refused(config):
-    """Hybrid models would need a lease of each kind of block."""
+    """Hybrid models would need a lease of each kind of block; one group of full attention is served."""
+    compat.refuse_unsupported(config, _Groups(FULL), reads=False)
     with pytest.raises(ValueError, match="KV cache groups"):
-        compat.refuse_unsupported(config, _Groups(object(), object()), reads=False)
+        compat.refuse_unsupported(config, _Groups(FULL, FULL), reads=False)
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        (SlidingWindowSpec(**LAYER, sliding_window=64), r"SlidingWindowSpec\(sliding_window=64\)"),
+        (ChunkedLocalAttentionSpec(**LAYER, attention_chunk_size=64), "ChunkedLocalAttentionSpec"),
+        (MambaSpec(block_size=BLOCK_SIZE, shapes=((1,),), dtypes=(torch.float32,)), "MambaSpec"),
+        (RSWASpec(**LAYER, rswa_window=64), "RSWASpec"),
+        (SinkFullAttentionSpec(**LAYER, sink_len=32), "SinkFullAttentionSpec"),
+        (MLAAttentionSpec(**LAYER), "MLAAttentionSpec"),
+        (HiddenStateCacheSpec(**LAYER), "HiddenStateCacheSpec"),
+        (UniformTypeKVCacheSpecs(block_size=BLOCK_SIZE, kv_cache_specs={"layer": FULL}), "UniformTypeKVCacheSpecs"),
+        (FullAttentionSpec(**LAYER, sliding_window=64), r"FullAttentionSpec\(sliding_window=64\)"),
+        (FullAttentionSpec(**LAYER, attention_chunk_size=64), r"FullAttentionSpec\(attention_chunk_size=64\)"),
+        (FullAttentionSpec(**LAYER, non_causal=True), r"FullAttentionSpec\(non_causal=True\)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_kind_of_attention_but_plain_full_attention_is_refused_by_name(config, spec, named):
+    """Also where vLLM calls it full attention: blocks that are dropped, put in front or shared differently."""
+    with pytest.raises(ValueError, match=f"KV cache groups .*{named}"):
+        compat.refuse_unsupported(config, _Groups(spec), reads=False)
 
 
 def test_host_buffers_on_a_gpu_are_refused(config, monkeypatch):
