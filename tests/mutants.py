@@ -672,6 +672,12 @@ MUTANTS = (
         ("tests/core/test_journal.py::test_what_becomes_of_a_pin_is_logged_too",),
     ),
     Mutant(
+        "server_ext/core/holdings.py",
+        'self.counts.add(metrics.DROPPED_PINS, reason or "abandoned")',
+        'self.counts.add(metrics.DROPPED_PINS, "abandoned")',
+        ("tests/core/test_metrics.py::test_a_pin_that_is_dropped_is_counted_by_its_reason",),
+    ),
+    Mutant(
         "tests/engine/common.py",
         "    if not values:\n",
         "    if False:\n",

@@ -106,7 +106,7 @@ class Holdings:
             self._num_provisional -= len(turn.pin.block_ids)
             log_transition("drop pin", turn.key, num_blocks=len(turn.pin.block_ids), reason=reason)
             turn.pin, turn.pin_reason = None, reason
-            self.counts.add(metrics.DROPPED_PINS)
+            self.counts.add(metrics.DROPPED_PINS, reason or "abandoned")
 
     # ---------------------------------------------------------------- leases
 

@@ -100,7 +100,11 @@ REJECTIONS: Final = Metric(
 )
 REVOKED_BLOCKS: Final = Metric("counter", "bidikv_revoked_blocks_total", "Blocks that leases gave up for requests.")
 DROPPED_PINS: Final = Metric(
-    "counter", "bidikv_provisional_drops_total", "Finished turns whose blocks were given back before they were settled."
+    "counter",
+    "bidikv_provisional_drops_total",
+    "Finished turns whose blocks were given back before they were settled: their client left or they kept nothing "
+    "(abandoned), nobody settled them in time (lease_expired), or they were revoked as leases are.",
+    *_by("reason", "abandoned", "lease_expired", "lease_revoked", "reset", "model_changed"),
 )
 TICKETS: Final = Metric(
     "counter",

@@ -104,6 +104,30 @@ def test_a_clipped_pin_counts_with_what_is_left():
     assert values(home, now_s=0)["bidikv_blocks", "provisional"] == 0
 
 
+@pytest.mark.parametrize(
+    ("drop", "reason"),
+    [
+        (lambda home, nonce: home.handle("abandon", {"nonce": nonce, "return_ticket": True}, now_s=1), "abandoned"),
+        (lambda home, nonce: home.leases.sweep(now_s=6), "lease_expired"),
+        (lambda home, nonce: home.leases.revoke(4, now_s=1), "lease_revoked"),
+        (lambda home, nonce: home.leases.release_all("reset", now_s=1), "reset"),
+        (lambda home, nonce: home.leases.release_all("model_changed", now_s=1), "model_changed"),
+    ],
+    ids=["client left", "late", "pressure", "reset", "new weights"],
+)
+def test_a_pin_that_is_dropped_is_counted_by_its_reason(drop, reason):
+    """A client that leaves, a conductor that is late and a pool that is full are told apart."""
+    pool = FakePool()
+    home = make_home(pool)
+    home.handle("open", KEY, now_s=0)
+    begun = run_turn(home, pool, turn=1, ids=some_ids(16), now_s=0)
+    drop(home, begun["nonce"])
+    found = values(home, now_s=6)
+    counted = {labels[0]: value for (name, *labels), value in found.items() if name == "bidikv_provisional_drops_total"}
+    known = {"abandoned", "lease_expired", "lease_revoked", "reset", "model_changed"}
+    assert counted == dict.fromkeys(known, 0) | {reason: 1}
+
+
 def test_a_scrape_of_an_idle_engine_is_true():
     """Where no step and no call came by, the scrape itself ends what is due."""
     pool = FakePool()
