@@ -61,8 +61,6 @@ def wrong_end(ids: Sequence[int], text: str, finish_reason: str | None, chat: Ma
         finish_reason: that was given.
         chat: the request's `max_tokens`, and `stop` where it had one.
     """
-    if not ids:
-        return "the answer has no tokens"
     if finish_reason == "length" and len(ids) == chat["max_tokens"]:
         return ""
     if (

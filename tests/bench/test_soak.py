@@ -274,6 +274,7 @@ def test_prompts_with_bad_characters_are_counted():
     """Token 111 is a part of a character: the prompt is compared without it, and the result says how often."""
     judges = judged(make_answer(prompt_ids=[500, 111, 600]), make_answer())
     assert (judges.num_bad_characters, judges.num_wrong) == (1, 0)
+    assert judged(make_answer(prompt_ids=[500, 111, 601])).num_wrong == 1
 
 
 # ---------------------------------------------------------------- the agents
