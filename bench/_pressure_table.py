@@ -22,11 +22,12 @@ that would hold more than D has, while other requests run on D. Does holding hur
 | arm | what it is |
 |---|---|
 | `no_leases` | stock vLLM P/D: its own NIXL connector, nothing is held after a turn, a proxy in the benchmark |
-| `bidikv` | this project: leases take at most half of D's blocks (the default), all turns go by P (`fetch`) |
+| `bidikv` | this project: leases take at most half of D's blocks (the default), all turns go by P (not the default) |
 | `stock_bidirectional` | stock engines with `bidirectional_kv_xfer`; D holds each turn for its default, 480 s |
 | `stock_bidirectional_tuned` | the same, but D holds as long as our leases last: {ttl_s} s |
 
-All arms have the same model (random weights; decoding costs what it costs, answers are compared token by token),
+All arms have the same model (random weights; decoding costs what it costs, answers are compared token by token, and a
+token that an answer lacks is a wrong one),
 the same pools ({pool_blocks} blocks of 32 tokens on D and on P), the same flags otherwise, empty caches at the
 start, and the same load, drawn from seeds:
 
@@ -48,6 +49,9 @@ nothing but their end gives back what D holds for eight minutes. A
 lease lives as long as 60 turns take to come, here {ttl_s} s, in place of 60 s at the gaps of real agents. The hold time
 at the default stays 480 s.
 
+One setting of ours is not the one that we ship: `default_route` is `fetch` here, so that all turns go by P as in the
+other arms, and `auto` by default, which would compute some of them on D. This page says nothing of `auto`.
+
 What favours whom: `no_leases` and the stock arms have their proxy in the benchmark's process, while our turns are
 conducted by D's API server, which also serves the others' streams: that counts against us. Where P reads a lease it
 computes less, and on two cores that leaves more for D: that counts for us. Stock engines get our pause of NIXL's
@@ -59,6 +63,16 @@ own example does. P's prefix cache is on everywhere, and as small as D's.
 
 Inter-token times (ITL) and the hit rate are the others'. *Held* is the most of D's blocks that was held between
 turns, *tickets* the most in open tickets: those blocks no request can take back, so they are counted apart.
+
+*Held* may be more than the budget of leases, which is half of the pool ({budget_blocks} blocks): it adds to the
+leases what turns that have just ended hold until they are settled, and counts a block twice that a turn has in its
+session's lease as well. No budget caps these pins, settling does; and a request that needs their blocks takes them
+back as it takes a lease's.
+
+Where our turns take longer than those without leases: each makes three calls to D's scheduler (load, begin, settle),
+and each call waits for the end of a step of D, which is busy with the others. Where sessions would hold far more than
+D has, few turns still find a lease, and few are fetched: what is shown there is what leases cost where they hardly
+help. Below each table stands how many were fetched, and how much longer turns took.
 """
 
 _COLUMNS: Final = (
@@ -94,6 +108,7 @@ def page(report: Report) -> str:
         grace=setup["grace_s"],
         rounds=setup["rounds"],
         ttl_s=setup["lease_ttl_s"],
+        budget_blocks=setup["pool_blocks"] // 2,
     )
     parts = [head]
     for percent, arms in report.load.items():
@@ -147,8 +162,18 @@ def _leases(ours: Mapping[str, Any]) -> str:
 
 
 def _outcomes(arms: Mapping[str, Mapping[str, Any]]) -> str:
-    came = ", ".join(f"{number} {name}" for name, number in arms[BIDIKV]["outcomes"].items())
-    return f"Our turns: {came}.\n"
+    ours, without = arms[BIDIKV], arms[NO_LEASES]
+    outcomes: Mapping[str, int] = ours["outcomes"]
+    came = ", ".join(f"{number} {name}" for name, number in outcomes.items())
+    num_fetched = sum(number for name, number in outcomes.items() if name.startswith("fetched"))
+    lines = [f"Our turns: {came}. So {num_fetched} of {ours['turns_answered']} were fetched."]
+    if ours["turn_p50_s"] and without["turn_p50_s"] and ours["itl_p50_ms"]:
+        longer_s = ours["turn_p50_s"] - without["turn_p50_s"]
+        lines.append(
+            f"Their median is {longer_s:+.2f} s ({longer_s / without['turn_p50_s']:+.0%}) from that without leases; "
+            f"three steps of D, by the others' ITL p50, are {3 * ours['itl_p50_ms'] / 1000:.2f} s."
+        )
+    return " ".join(lines) + "\n"
 
 
 def _bars(report: Report) -> list[str]:

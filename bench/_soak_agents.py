@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,14 +18,16 @@ from bidikv_sdk import BidiKV, BidiKVError
 from server_ext.launch.tiny import TINY, ensure_tiny
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
-    from bidikv_sdk import Session, Turn
+    from bidikv_sdk import Session
     from server_ext.traffic import PlannedSession, PlannedTurn
 
 _CALL_TIMEOUT_S: Final = 60.0
 _MAX_TRIES: Final = 6
 _STREAM_SHARE, _STOP_SHARE, _LEAVING_SHARE = 0.5, 0.2, 0.03
+# A client that leaves has read so many chunks at most.
+_LONGEST_LOOK: Final = 8
 _STOPS: Final = ("a", "e", "i", "1", " ")
 # The template's own words around a message.
 _MESSAGE_TOKENS: Final = 5
@@ -37,9 +40,20 @@ class Answer:
     session: str
     turn: int
     messages: list[dict[str, Any]]
-    prompt_ids: list[int]
-    ids: list[int]
-    cache: dict[str, Any]
+    chat: dict[str, Any]
+    """The request's `max_tokens`, and `stop` where it had one."""
+    prompt_ids: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    cache: dict[str, Any] | None = None
+    """None: the client left, or the stream broke; what came must be right as far as it goes."""
+
+    def take(self, chunk: Mapping[str, Any]) -> None:
+        """Add a chunk of a stream."""
+        self.prompt_ids = chunk.get("prompt_token_ids") or self.prompt_ids
+        for choice in chunk["choices"]:
+            self.ids += choice.get("token_ids") or ()
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
 
 @dataclass
@@ -150,31 +164,50 @@ class Agents:
         if random.random() < _STREAM_SHARE:
             ask = self._read
             if random.random() < _LEAVING_SHARE:
-                self._try(lambda: self._leave(session, text, chat))
-        turn, prompt_ids, ids = self._try(lambda: ask(session, text, chat))
-        messages: list[dict[str, Any]] = list(session.transcript)[:-1]
-        self._hand_in(Answer(session.id, turn.turn, messages, prompt_ids, ids, turn.cache.to_json()))
+                # Not near the last chunk, with which the turn would be complete.
+                num_chunks = random.randint(1, max(1, min(_LONGEST_LOOK, planned.output_tokens // 2)))
+                self._try(lambda: self._leave(session, text, chat, num_chunks))
+        self._hand_in(self._try(lambda: ask(session, text, chat)))
 
-    def _send(self, session: Session, text: str, chat: dict[str, Any]) -> tuple[Turn, list[int], list[int]]:
+    def _send(self, session: Session, text: str, chat: dict[str, Any]) -> Answer:
         turn = session.send(text, **chat)
         completion: dict[str, Any] = dict(turn.completion)
-        return turn, completion["prompt_token_ids"], completion["choices"][0]["token_ids"]
+        (choice,) = completion["choices"]
+        asked = list(session.transcript)[:-1]
+        return Answer(
+            session.id,
+            turn.turn,
+            asked,
+            chat,
+            completion["prompt_token_ids"],
+            choice["token_ids"],
+            choice["finish_reason"],
+            turn.cache.to_json(),
+        )
 
-    def _read(self, session: Session, text: str, chat: dict[str, Any]) -> tuple[Turn, list[int], list[int]]:
-        prompt_ids: list[int] = []
-        ids: list[int] = []
-        with session.stream(text, **chat) as stream:
+    def _read(self, session: Session, text: str, chat: dict[str, Any]) -> Answer:
+        with self._part(session, text, chat) as answer, session.stream(text, **chat) as stream:
             for chunk in stream:
-                part: dict[str, Any] = dict(chunk)
-                prompt_ids = part.get("prompt_token_ids") or prompt_ids
-                for choice in part["choices"]:
-                    ids += choice.get("token_ids") or ()
-            return stream.final_turn(), prompt_ids, ids
+                answer.take(chunk)
+            answer.cache = stream.final_turn().cache.to_json()
+        return answer
 
-    def _leave(self, session: Session, text: str, chat: dict[str, Any]) -> None:
-        with session.stream(text, **chat) as stream:
-            next(iter(stream), None)
+    def _leave(self, session: Session, text: str, chat: dict[str, Any], num_chunks: int) -> None:
+        with self._part(session, text, chat) as answer, session.stream(text, **chat) as stream:
+            for chunk in islice(stream, num_chunks):
+                answer.take(chunk)
         self.tally.add("faults", "client gone")
+
+    @contextmanager
+    def _part(self, session: Session, text: str, chat: dict[str, Any]) -> Iterator[Answer]:
+        """Yield an answer to be filled; one that does not get its report is handed in as far as it came."""
+        messages = [*session.transcript, {"role": "user", "content": text}]
+        answer = Answer(session.id, session.turn + 1, messages, chat)
+        try:
+            yield answer
+        finally:
+            if answer.cache is None and answer.prompt_ids:
+                self._hand_in(answer)
 
     def _try(self, call: Callable[[], Any]) -> Any:
         """Call until it works; a client whose server is away waits and asks again.

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 MAX_SLOPE_MB_PER_MIN: Final = 1.0
 YOUNG_S: Final = 60.0
 """A young engine grows, for it touches its memory for the first time."""
+_WATCHED: Final = {"prefill", "decode"}
 # Fewer tell nothing of a slope.
 _MIN_SAMPLES: Final = 10
 
@@ -81,48 +82,65 @@ class SoakResult:
     turns: int
     wrong_answers: int
     near_ties: int
-    faults: Mapping[str, int]
+    unfinished_answers: int
+    prompts_with_bad_characters: int
+    faults_by_kind: Mapping[str, int]
     errors: Mapping[str, int]
     outcomes: Mapping[str, int]
     reasons: Mapping[str, int]
     tokens: Mapping[str, int]
     stale_reads: int
     blocks_leaked: int
-    rss_slope_mb_per_min: Mapping[str, float]
+    rss_slope_mb_per_min_by_engine: Mapping[str, float]
     rss_mb: Mapping[str, list[list[float]]]
     reference_rss_slope_mb_per_min: float | None
     engines_alive: bool
     wrong: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def faults(self) -> int:
+        """Return how many there were, of all kinds."""
+        return sum(self.faults_by_kind.values())
+
+    @property
+    def rss_slope_mb_per_min(self) -> float | None:
+        """Return the slope of the engine that grows most; None where one of the two was not watched for long enough."""
+        found = self.rss_slope_mb_per_min_by_engine
+        return max(found.values()) if set(found) == _WATCHED else None
+
     def to_json(self) -> dict[str, Any]:
         """Return the file's content."""
-        return {**vars(self), "passed": not self.missed()}
+        numbers = {"faults": self.faults, "rss_slope_mb_per_min": self.rss_slope_mb_per_min}
+        return {**vars(self), **numbers, "passed": not self.missed()}
 
     def missed(self) -> list[str]:
         """Return the bars that were missed, as sentences."""
-        watched = {"prefill", "decode"}
         rules = (
             (self.turns > 0, "no turn was answered"),
             (not self.wrong_answers, f"{self.wrong_answers} wrong answers"),
             (not self.blocks_leaked, f"{self.blocks_leaked} leaked blocks"),
             (not self.stale_reads, f"{self.stale_reads} stale reads"),
             (self.engines_alive, "an engine is dead"),
-            (set(self.rss_slope_mb_per_min) == watched, "memory was not watched for long enough"),
+            (self.rss_slope_mb_per_min is not None, "memory was not watched for long enough"),
             *(
                 (slope < MAX_SLOPE_MB_PER_MIN, f"the memory of {engine} grows by {slope:.2f} MB/min")
-                for engine, slope in self.rss_slope_mb_per_min.items()
+                for engine, slope in self.rss_slope_mb_per_min_by_engine.items()
             ),
         )
         return [what for holds, what in rules if not holds]
 
     def table(self) -> str:
         """Return a short summary."""
-        slope = ", ".join(f"{engine} {value:+.2f}" for engine, value in self.rss_slope_mb_per_min.items())
+        slope = ", ".join(f"{engine} {value:+.2f}" for engine, value in self.rss_slope_mb_per_min_by_engine.items())
         stock = self.reference_rss_slope_mb_per_min
         lines = {
             "turns answered": f"{self.turns} ({_counts(self.outcomes)})",
+            "reasons": _counts(self.reasons),
+            "without P": _share(self.reasons.get("prefill_unavailable", 0), self.turns),
             "wrong answers": f"{self.wrong_answers} (and {self.near_ties} ties of two tokens)",
-            "faults": f"{sum(self.faults.values())} ({_counts(self.faults)})",
+            "compared as well": f"{self.unfinished_answers} streams that were left or broke, as far as they came",
+            "bad characters": f"in {self.prompts_with_bad_characters} prompts, compared but for these",
+            "faults": f"{self.faults} ({_counts(self.faults_by_kind)})",
             "calls that failed": f"{sum(self.errors.values())} ({_counts(self.errors)})",
             "tokens of prompts": _counts(self.tokens),
             "blocks leaked": str(self.blocks_leaked),
@@ -136,3 +154,7 @@ def _counts(numbers: Mapping[str, int]) -> str:
     return (
         ", ".join(f"{name} {number}" for name, number in sorted(numbers.items(), key=lambda item: -item[1])) or "none"
     )
+
+
+def _share(number: int, total: int) -> str:
+    return f"{number} turns ({number / total:.0%}), P did not answer" if total else "none"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import queue
 import signal
 import sys
 import tempfile
@@ -25,26 +24,24 @@ from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 import psutil
-from tokenizers import Tokenizer
 
 from bench import _soak_faults
 from bench._machine import versions
-from bench._reference import Reference, judge
+from bench._reference import Reference
 from bench._scene import num_leaked
 from bench._soak_agents import Agents
+from bench._soak_judges import Judges
 from bench._soak_plan import TIME_DIVISOR, kills, leaves_time, made_up, measured_from_s, other_faults, recorded
 from bench._soak_result import YOUNG_S, Sample, SoakResult, curves, slopes
 from bench.faults import leave_in_order
 from server_ext.analysis.problems import Problems
 from server_ext.launch.command import ROLES
-from server_ext.launch.tiny import ensure_tiny
 from server_ext.traffic import read_sessions
 from tests.engine.rig import Plan, Rig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from bench._soak_agents import Answer
     from server_ext.launch.command import Role
 
 OUT: Final = Path(__file__).resolve().parents[1] / "out"
@@ -75,69 +72,7 @@ PLAN: Final = Plan(
 REFERENCE_KV_BYTES: Final = 32 << 20
 _SAMPLE_S: Final = 2.0
 _MEAN_FAULT_GAP_S: Final = 4.0
-_NUM_JUDGES: Final = 2
 _MAX_SHOWN: Final = 10
-
-
-class Judges:
-    """Threads that compare answers with the reference's."""
-
-    def __init__(self, reference: Reference) -> None:
-        self.num_answers = self.num_wrong = self.num_near_ties = 0
-        self.wrong: list[dict[str, Any]] = []
-        self.counts = {name: Counter[str]() for name in ("outcomes", "reasons", "tokens")}
-        self._reference = reference
-        self._tokenizer = Tokenizer.from_file(str(ensure_tiny() / "tokenizer.json"))
-        self._answers: queue.Queue[Answer | None] = queue.Queue()
-        self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._run) for _ in range(_NUM_JUDGES)]
-        for thread in self._threads:
-            thread.start()
-
-    def hand_in(self, answer: Answer) -> None:
-        """Take an answer."""
-        self._answers.put(answer)
-
-    def join(self) -> None:
-        """Return when all that was handed in has been judged."""
-        for _ in self._threads:
-            self._answers.put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def _run(self) -> None:
-        while (answer := self._answers.get()) is not None:
-            try:
-                wrong, num_ties = self._judge(answer)
-            except Exception as error:  # noqa: BLE001 - an answer that could not be judged is none that was right
-                wrong, num_ties = f"not judged: {error!r}", 0
-            with self._lock:
-                self._count(answer, wrong, num_ties)
-
-    def _judge(self, answer: Answer) -> tuple[str, int]:
-        """Return what is wrong with an answer, nothing where all is right, and how many ties it has."""
-        ours, stock = (
-            self._tokenizer.decode(ids, skip_special_tokens=False)
-            for ids in (answer.prompt_ids, self._reference.prompt_ids(answer.messages))
-        )
-        # A character of which a model wrote only a part is not in the text that clients keep.
-        if ours != stock and "\ufffd" not in ours:
-            return "the prompt is not that of the history", 0
-        verdict = judge(answer.prompt_ids, answer.ids, self._reference.generate)
-        return f"{verdict.num_wrong} tokens differ" if verdict.num_wrong else "", verdict.num_near_ties
-
-    def _count(self, answer: Answer, wrong: str, num_ties: int) -> None:
-        cache = answer.cache
-        self.num_answers += 1
-        self.num_near_ties += num_ties
-        self.counts["outcomes"][cache["outcome"]] += 1
-        self.counts["reasons"][cache["reason"]] += 1
-        for name in ("reused", "fetched", "computed"):
-            self.counts["tokens"][name] += cache[f"{name}_tokens"]
-        if wrong:
-            self.num_wrong += 1
-            self.wrong.append({"session": answer.session, "turn": answer.turn, "what": wrong, "cache": cache})
-            print(f"WRONG: {self.wrong[-1]}", flush=True)
 
 
 class Soak:
@@ -280,14 +215,16 @@ def _result(run: Soak, agents: Agents, judges: Judges, leaked: int, settings: di
         turns=judges.num_answers,
         wrong_answers=judges.num_wrong,
         near_ties=judges.num_near_ties,
-        faults=dict(run.faults + agents.tally.faults),
+        unfinished_answers=judges.num_unfinished,
+        prompts_with_bad_characters=judges.num_bad_characters,
+        faults_by_kind=dict(run.faults + agents.tally.faults),
         errors=dict(agents.tally.errors),
         outcomes=dict(judges.counts["outcomes"]),
         reasons=dict(judges.counts["reasons"]),
         tokens=dict(judges.counts["tokens"]),
         stale_reads=run.stale_reads,
         blocks_leaked=leaked,
-        rss_slope_mb_per_min={role: found[role] for role in ROLES if role in found},
+        rss_slope_mb_per_min_by_engine={role: found[role] for role in ROLES if role in found},
         rss_mb=curves(run.samples),
         reference_rss_slope_mb_per_min=found.get("reference"),
         engines_alive=_are_alive(run.rig),

@@ -12,6 +12,7 @@ from bench._pressure_cell import Agents, Asked, Cell, Peaks
 from bench._pressure_load import (
     ANSWER_TOKENS,
     BLOCK_SIZE,
+    OTHER_TOKENS,
     PERCENTS,
     POOL_BLOCKS,
     Pace,
@@ -163,7 +164,7 @@ def test_a_stream_is_read_token_by_token():
 # ---------------------------------------------------------------- what was found
 
 
-def make_other(gap_s=0.1, cached=4, error=None, num_tokens=101):
+def make_other(gap_s=0.1, cached=4, error=None, num_tokens=OTHER_TOKENS):
     """A request whose tokens come at one distance, from second 1 on."""
     times = [1.0 + gap_s * i for i in range(num_tokens)]
     return Other(list(range(8)), 0.5, times, [9] * num_tokens, cached, error)
@@ -189,7 +190,7 @@ def make_samples(preemptions=0, revoked=0, stale=0, without=""):
 
 def make_cell(arm, *, others=None, asked=None, demanded=POOL_BLOCKS * 2, blocks_left=0, **after):
     """A good measurement of ten seconds, unless told otherwise."""
-    answer = Answer([1, 2], [3], "fetched", "cheapest")
+    answer = Answer([1, 2], [3] * ANSWER_TOKENS, "fetched", "cheapest")
     return Cell(
         arm=arm,
         percent=200,
@@ -319,7 +320,7 @@ def test_a_good_run_meets_all_bars():
 @pytest.mark.parametrize(
     ("changes", "bar"),
     [
-        ({"preemptions": 1}, "preemptions, beyond those without leases"),
+        ({"preemptions": 1}, "preemptions, no more than without leases"),
         ({"itl_p95_ms_of_rounds": [110.2]}, "others' inter-token p95, of that without leases"),
         ({"itl_p95_ms_of_rounds": [None]}, "others' inter-token p95, of that without leases"),
         ({"revoked_blocks": 0}, "blocks that leases gave up for requests"),
@@ -335,6 +336,30 @@ def test_a_good_run_meets_all_bars():
 def test_each_bar_can_be_missed(changes, bar):
     """One number beyond its limit, and that bar alone says so."""
     assert missed(make_report(**changes)) == [bar]
+
+
+@pytest.mark.parametrize(("base", "ours", "is_met"), [(0, 0, True), (0, 1, False), (2, 2, True), (2, 3, False)])
+def test_preemptions_are_shown_beside_those_without_leases(base, ours, is_met):
+    """None where there is none without leases; elsewhere both numbers stand in the bar, not their difference."""
+    without = [make_cell(NO_LEASES, revoked=0, preemptions=1 + base)]
+    (bar,) = [bar for bar in make_report(without=without, preemptions=ours).bars() if "preemptions" in bar.name]
+    assert (bar.value, bar.limit, bar.passed) == (ours, base, is_met)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, ANSWER_TOKENS - 1, ANSWER_TOKENS + 1])
+def test_an_answer_of_another_length_is_wrong(num_tokens):
+    """All its tokens may be right, and some are missing, or it has no end."""
+    asked = [Asked(0, 1, [1], 1.0, 1.5, Answer([1], [3] * num_tokens, "fetched", "cheapest"))]
+    found = summary([make_cell(BIDIKV, asked=asked)], no_wrong)
+    assert found["tokens_wrong"] == abs(ANSWER_TOKENS - num_tokens)
+
+
+def test_a_request_that_ended_early_is_wrong_and_one_that_was_left_is_not():
+    """The one said that it had ended; the other is counted as unanswered, or as an error."""
+    cut = make_other(num_tokens=100)
+    left, failed = make_other(cached=None, num_tokens=5), make_other(error="no", num_tokens=5)
+    assert summary([make_cell(BIDIKV, others=[cut])], no_wrong)["tokens_wrong"] == OTHER_TOKENS - 100
+    assert summary([make_cell(BIDIKV, others=[left, failed])], no_wrong)["tokens_wrong"] == 0
 
 
 def test_one_disturbed_round_decides_nothing():
@@ -355,6 +380,22 @@ def test_the_page_shows_every_arm_that_ran_and_what_was_missed():
     assert f"| `{STOCK}` | 100" not in text
     assert "| 200 %: wrong tokens | 5 | at most 0 | **missed** |" in text
     assert "shed: revocations 3 (`lease_revoked`)" in text
+
+
+def test_the_page_tells_how_many_turns_were_fetched_and_what_they_took():
+    """From the cells, beside what three steps of D take; nothing of times where there are none."""
+    outcomes = {"fetched: cheapest": 1, "fetched: lease_revoked": 2, "recomputed: first_turn": 4}
+    text = page(make_report(outcomes=outcomes, turns_answered=7, turn_p50_s=0.6))
+    assert "So 3 of 7 were fetched. Their median is +0.10 s (+20%) from that without leases" in text
+    assert "three steps of D, by the others' ITL p50, are 0.30 s." in text
+    assert "Their median" not in page(make_report(turn_p50_s=None))
+
+
+def test_the_page_says_what_is_not_as_shipped():
+    """And what the budget of leases leaves out of the blocks that are held."""
+    text = page(make_report())
+    assert "`default_route` is `fetch` here" in text
+    assert "half of the pool (127 blocks)" in text
 
 
 def test_the_page_shows_every_rounds_ratio_and_that_of_all_together():
@@ -414,4 +455,4 @@ def test_answers_are_compared_with_a_cold_recompute_of_the_same_prompt():
 def test_all_answers_count():
     """Of turns and of others, also what did not end."""
     cell = make_cell(BIDIKV, asked=[Asked(0, 1, [1], 0.0), Asked(0, 1, [1], 0.0, 1.0, Answer([1], [2], "fetched"))])
-    assert answers([cell]) == [(list(range(8)), [9] * 101), ([1], [2])]
+    assert answers([cell]) == [(list(range(8)), [9] * OTHER_TOKENS), ([1], [2])]

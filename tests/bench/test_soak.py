@@ -1,5 +1,6 @@
 """What a soak is made of, without engines: its plans, its faults, its judge, and what it makes of its numbers."""
 
+import json
 from itertools import islice
 from random import Random
 
@@ -7,6 +8,8 @@ import pytest
 
 from bench import _soak_faults
 from bench._reference import Generated, Verdict, judge
+from bench._soak_agents import Answer
+from bench._soak_judges import Judges, is_same_text, wrong_end
 from bench._soak_plan import (
     MAX_OUTPUT_TOKENS,
     MAX_TOKENS,
@@ -147,6 +150,152 @@ def test_a_token_is_wrong_unless_rounding_explains_it(answer_ids, verdict):
     assert judge([1, 2, 3], answer_ids, reference(RIGHT)) == verdict
 
 
+@pytest.mark.parametrize(
+    ("ours", "stock", "is_same"),
+    [
+        ("one two", "one two", True),
+        ("one two", "one too", False),
+        ("one two", "one two\ufffd", False),
+        # The model wrote a part of a character at the end of its answer; the client's text ends before it.
+        ("one two\ufffd<end>three", "one two<end>three", True),
+        ("one two \ufffd<end>three", "one two<end>three", True),
+        ("one two\ufffd\ufffd<end>three", "one two\ufffd\ufffd<end>three", True),
+        ("one\ufffda\ufffd<end>three", "one<end>three", True),
+        # What stands before a bad character, behind it, or between two, is compared all the same.
+        ("one too\ufffd<end>three", "one two<end>three", False),
+        ("one two\ufffd<end>three", "one two<end>thrive", False),
+        ("one\ufffd<end>two<end>three\ufffd", "one<end>too<end>three", False),
+        ("one two\ufffd<end>three", "one two<end>", False),
+        ("one two\ufffd<end>three", "one two2<end>three", False),
+        ("one two\ufffd<end>three", "one two and more<end>three", False),
+    ],
+)
+def test_a_prompt_is_compared_but_for_its_bad_characters(ours, stock, is_same):
+    """One bad character in a history leaves nothing else of it unseen."""
+    assert is_same_text(ours, stock) is is_same
+
+
+@pytest.mark.parametrize(
+    ("ids", "text", "finish_reason", "stop", "is_right"),
+    [
+        ([7, 8, 9], "xyz", "length", (), True),
+        ([7, 8], "xya", "stop", ("a",), True),
+        ([], "", "stop", ("a",), False),
+        ([], "", "length", (), False),
+        ([7, 8], "xy", "length", (), False),
+        ([7, 8], "xy", "stop", ("a",), False),
+        ([7, 8], "xy", "stop", (), False),
+        ([7, 8, 9], "xyz", "abort", (), False),
+        ([7, 8, 9], "xyz", None, (), False),
+        ([7, 8, 9, 9], "xyza", "stop", ("a",), False),
+    ],
+)
+def test_a_whole_answer_is_as_long_as_it_must_be(ids, text, finish_reason, stop, is_right):
+    """All tokens came, or the text has what ends it; no tokens are no answer."""
+    chat = {"max_tokens": 3} | ({"stop": list(stop)} if stop else {})
+    assert (wrong_end(ids, text, finish_reason, chat) == "") is is_right
+
+
+CACHE = {"outcome": "local", "reason": "cheapest", "reused_tokens": 2, "fetched_tokens": 0, "computed_tokens": 1}
+
+
+class FakeReference:
+    """Renders every history as the same prompt, and says 700 behind anything."""
+
+    def __init__(self, prompt_ids):
+        self._prompt_ids = prompt_ids
+
+    def prompt_ids(self, messages):
+        """See `Reference`."""
+        return self._prompt_ids
+
+    def generate(self, prompt_ids, num_tokens):
+        """See `Reference`."""
+        return [Generated(700, {700: -0.1})] * num_tokens
+
+
+def judged(*answers, prompt_ids=(500, 600)):
+    """Judges that have judged these."""
+    judges = Judges(FakeReference(list(prompt_ids)))
+    for answer in answers:
+        judges.hand_in(answer)
+    judges.join()
+    return judges
+
+
+def make_answer(**changes):
+    """A right answer of three tokens, but for the changes."""
+    fields = {
+        "session": "s",
+        "turn": 1,
+        "messages": [],
+        "chat": {"max_tokens": 3},
+        "prompt_ids": [500, 600],
+        "ids": [700] * 3,
+        "finish_reason": "length",
+        "cache": CACHE,
+    }
+    return Answer(**{**fields, **changes})
+
+
+def test_right_answers_are_counted():
+    """With the way that each turn went, and why."""
+    judges = judged(make_answer(), make_answer())
+    assert (judges.num_answers, judges.num_wrong, judges.num_unfinished) == (2, 0, 0)
+    assert judges.counts["reasons"] == {"cheapest": 2}
+    assert judges.counts["tokens"] == {"reused": 4, "fetched": 0, "computed": 2}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ids": [700, 701, 700]},
+        {"ids": []},
+        {"ids": [700]},
+        {"prompt_ids": [500, 601]},
+        {"prompt_ids": []},
+        {"ids": [700, 701], "finish_reason": None, "cache": None},
+        {"prompt_ids": [500, 601], "ids": [], "finish_reason": None, "cache": None},
+    ],
+)
+def test_a_wrong_answer_is_told(changes):
+    """Other tokens, too few, or another prompt; of a stream that was left or broke, what came of it."""
+    assert judged(make_answer(**changes)).num_wrong == 1
+
+
+def test_a_stream_that_was_left_is_right_as_far_as_it_came():
+    """It is compared, and no turn that was answered."""
+    judges = judged(make_answer(ids=[700], finish_reason=None, cache=None))
+    assert (judges.num_answers, judges.num_unfinished, judges.num_wrong) == (0, 1, 0)
+    assert judges.counts["reasons"] == {}
+
+
+def test_prompts_with_bad_characters_are_counted():
+    """Token 111 is a part of a character: the prompt is compared without it, and the result says how often."""
+    judges = judged(make_answer(prompt_ids=[500, 111, 600]), make_answer())
+    assert (judges.num_bad_characters, judges.num_wrong) == (1, 0)
+    assert judged(make_answer(prompt_ids=[500, 111, 601])).num_wrong == 1
+
+
+# ---------------------------------------------------------------- the agents
+
+
+def chunk(*ids, prompt_ids=None, finish_reason=None):
+    """A chunk of a stream."""
+    return {
+        "prompt_token_ids": prompt_ids,
+        "choices": [{"index": 0, "delta": {}, "token_ids": list(ids), "finish_reason": finish_reason}],
+    }
+
+
+def test_an_answer_adds_up_its_chunks():
+    """The prompt comes first, the reason of the end last, and a chunk with the report has no choices."""
+    answer = Answer("s", 1, [], {"max_tokens": 3})
+    for one in (chunk(prompt_ids=[1, 2]), chunk(7, 8), chunk(9, finish_reason="length"), {"choices": []}):
+        answer.take(one)
+    assert (answer.prompt_ids, answer.ids, answer.finish_reason) == ([1, 2], [7, 8, 9], "length")
+
+
 # ---------------------------------------------------------------- the result
 
 
@@ -189,14 +338,16 @@ def make_result(**changes):
         "turns": 100,
         "wrong_answers": 0,
         "near_ties": 1,
-        "faults": {"P killed": 2, "D stopped": 3},
+        "unfinished_answers": 2,
+        "prompts_with_bad_characters": 20,
+        "faults_by_kind": {"P killed": 2, "D stopped": 3},
         "errors": {},
         "outcomes": {"fetched": 100},
-        "reasons": {"cheapest": 100},
+        "reasons": {"cheapest": 68, "prefill_unavailable": 32},
         "tokens": {"fetched": 10},
         "stale_reads": 0,
         "blocks_leaked": 0,
-        "rss_slope_mb_per_min": {"prefill": 0.1, "decode": -0.1},
+        "rss_slope_mb_per_min_by_engine": {"prefill": 0.1, "decode": -0.1},
         "rss_mb": {},
         "reference_rss_slope_mb_per_min": 0.2,
         "engines_alive": True,
@@ -210,6 +361,29 @@ def test_a_good_soak_misses_nothing():
     assert "5 (D stopped 3, P killed 2)" in make_result().table()
 
 
+def test_the_table_tells_why_turns_went_as_they_did():
+    """And how many of them had no P at all: a soak of these alone would be one of D."""
+    table = make_result().table()
+    assert "cheapest 68, prefill_unavailable 32" in table
+    assert "32 turns (32%)" in table
+    assert "in 20 prompts" in table
+
+
+def test_the_file_has_these_numbers():
+    """Who reads `out/soak.json` finds each under its name, as one number; the memory is that of the worst engine."""
+    content = json.loads(json.dumps(make_result().to_json()))
+    types = {name: type(content[name]) for name in ("turns", "wrong_answers", "faults", "blocks_leaked")}
+    assert set(types.values()) == {int}
+    assert (content["faults"], content["turns"]) == (5, 100)
+    assert content["rss_slope_mb_per_min"] == 0.1
+    assert content["engines_alive"] is True
+
+
+def test_memory_that_was_not_watched_has_no_number():
+    """The other engine's would say nothing of it."""
+    assert make_result(rss_slope_mb_per_min_by_engine={"decode": 0.1}).to_json()["rss_slope_mb_per_min"] is None
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -218,8 +392,8 @@ def test_a_good_soak_misses_nothing():
         {"blocks_leaked": 1},
         {"stale_reads": 1},
         {"engines_alive": False},
-        {"rss_slope_mb_per_min": {"prefill": 0.1, "decode": 1.0}},
-        {"rss_slope_mb_per_min": {"decode": 0.1}},
+        {"rss_slope_mb_per_min_by_engine": {"prefill": 0.1, "decode": 1.0}},
+        {"rss_slope_mb_per_min_by_engine": {"decode": 0.1}},
     ],
 )
 def test_every_bar_can_be_missed(change):
