@@ -186,8 +186,8 @@ MUTANTS = (
     ),
     Mutant(
         "server_ext/engine/prefill.py",
-        'if params.get("remote_block_ids") and read.is_late(time.perf_counter()):',
-        "if False:",
+        'return "ticket_late" if read.is_late(time.perf_counter()) else None',
+        "return None",
         (f"{READS}::test_a_ticket_that_does_not_fit_is_refused_and_the_prompt_computed",),
     ),
     Mutant(

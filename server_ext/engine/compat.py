@@ -126,7 +126,7 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, 
     transfer = vllm_config.kv_transfer_config
     parallel = vllm_config.parallel_config
     num_api_servers = parallel._api_process_count  # noqa: SLF001 - the count goes no other way to an engine
-    exchanges = bool(transfer.get_from_extra_config("bidirectional_kv_xfer", False))
+    exchanges = bool(transfer.get_from_extra_config("bidirectional_kv_xfer", default=False))
     groups = kv_cache_config.kv_cache_groups
     attention = [_describe(group.kv_cache_spec) for group in groups]
     host_buffer = current_platform.device_type != "cpu" and transfer.kv_buffer_device == "cpu"
@@ -148,9 +148,8 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, 
         (
             reads != exchanges,
             (
-                f"kv_connector_extra_config has bidirectional_kv_xfer={exchanges}: an engine that reads leases (P) needs "
-                "it to read at all, and on D vLLM would hold every turn's blocks for minutes; set it to true on P and "
-                "leave it out on D"
+                f"bidirectional_kv_xfer={exchanges} in kv_connector_extra_config: without it P would wait for ever for "
+                "what it reads, and with it D would hold every turn's blocks for minutes; set it to true on P only"
             ),
         ),
         (
