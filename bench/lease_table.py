@@ -1,9 +1,10 @@
 """What the lease table costs with 1,000 leases of 4,096 tokens: `python bench/lease_table.py`.
 
 Prints a table, writes `out/lease_table.json` (with `--doc` also `docs/lease-table.md`), and exits with 1 where a bar is
-missed. The verbs run on a pool that only counts, so that the table alone is timed; the last rows are vLLM's own block
-pool, without an engine. All is measured several times over, and each row is the median of its quietest run, as Python's
-own `timeit` advises: what makes a run slower is other work on the machine, and that comes and goes within seconds.
+missed. Verbs and ops run on a pool that only counts, so that our own code alone is timed; the last rows are vLLM's own
+block pool, without an engine. All is measured several times over. Each row is the median of its quietest run, as
+Python's own `timeit` advises: what makes a run slower is other work on the machine, and that comes and goes within
+seconds. Beside it stands the run in the middle, which tells how quiet the machine was.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -28,7 +29,6 @@ from server_ext.core.cost_model import CostModel
 from server_ext.core.home import Home
 from server_ext.core.rates import LearnedRates
 from server_ext.core.settings import HomeSettings
-from server_ext.core.steps import StepWatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +59,30 @@ BARS_US: Final[Mapping[str, float]] = {
     "learn": 50,
     "pin and release": 1000,
 }
-"""Most microseconds (p50) of each row; rows without one are for information."""
+"""Most microseconds (p50) of each row; rows without one are for information.
+
+That of a step is for one in which no allocation fails: revoking has rows of its own.
+"""
+_TURN_CHARS: Final = 4 * TURN_TOKENS
+_TURN_S: Final = 0.4
+"""Between two turns of the fleet: all leases of 900 s stay."""
+_PREFILL_URL: Final = "http://10.0.0.1:8000"
+_OBSERVED: Final[Mapping[str, Any]] = {
+    "prompt_tokens": LEASE_TOKENS + TURN_TOKENS,
+    "reused_tokens": 0,
+    "fetched_tokens": LEASE_TOKENS,
+    "prefill_s": 0.3,
+    "fetch_s": 0.05,
+    "handover_s": 0.05,
+}
+"""What a turn shows of its way."""
+
+
+class Row(NamedTuple):
+    """What one call takes, in microseconds: the median of its calls in a run, of so many runs."""
+
+    quietest: float
+    middle: float
 
 
 class CountingPins:
@@ -109,6 +132,21 @@ class Stopwatch:
         return {name: round(median(samples), 1) for name, samples in self.samples_us.items()}
 
 
+def _address(deadline_s: float) -> dict[str, Any]:
+    """Return a D's address as long as those of engines are: all of it is signed."""
+    return {
+        "remote_engine_id": "01234567-89ab-cdef-0123-456789abcdef",
+        "remote_host": "10.0.0.2",
+        "remote_port": 5600,
+        "remote_blocks_expiry_time": deadline_s,
+        "bidikv_ttl_s": 30.0,
+        "tp_size": 1,
+        "dcp_size": 1,
+        "pp_size": 1,
+        "transfer_mode": "pull",
+    }
+
+
 def make_home(block_size: int) -> Home:
     """Return a home over a pool that fits all leases twice."""
     num_blocks = 2 * NUM_LEASES * (LEASE_TOKENS + TURN_TOKENS) // block_size
@@ -120,30 +158,18 @@ def make_home(block_size: int) -> Home:
         max_request_blocks=LEASE_TOKENS // block_size,
         incarnation="bench",
         secret=b"a secret of this benchmark",
-        make_address=lambda deadline_s: {"remote_blocks_expiry_time": deadline_s},
+        make_address=_address,
         new_nonce=lambda: next(names),
     )
 
 
-def make_step(home: Home) -> Callable[[float], None]:
-    """Return all that D's connector does in a step (`engine.decode`'s `build_connector_meta`), at a given time."""
-    steps = StepWatch(LearnedRates())
-    num_tokens = {f"chatcmpl-{i}": 1 for i in range(NUM_RUNNING - 1)} | {"prompt": 256}
-
-    def step(now_s: float) -> None:
-        steps.scheduled(num_tokens, now_s=now_s)
-        home.sweep(now_s=now_s)
-
-    return step
-
-
 def measure_table(block_size: int) -> dict[str, float]:
-    """Return the p50 of each verb in microseconds: a first and a second turn of every session, and its end.
+    """Return the p50 of each verb of the table in microseconds: two turns of every session, and its end.
 
     Every second session ends by a release, the others by their time.
     """
     watch, home = Stopwatch(), make_home(block_size)
-    table, step = home.leases, make_step(home)
+    table = home.leases
     num_turn_blocks = (LEASE_TOKENS + TURN_TOKENS) // block_size + 1
     keys = [("tenant", f"session-{i}") for i in range(NUM_LEASES)]
     ids = [array("i", range(i, i + LEASE_TOKENS + TURN_TOKENS)) for i in range(NUM_LEASES)]
@@ -166,7 +192,6 @@ def measure_table(block_size: int) -> dict[str, float]:
         now_s += 1e-3
         watch.time("extend", table.extend, key, 60.0, now_s=now_s)
         watch.time("idle sweep", table.sweep, now_s=now_s)
-        watch.time("scheduler step", step, now_s)
     for index in range(NUM_LEASES):
         now_s += 1e-3
         run_turn(index, LEASE_TOKENS + TURN_TOKENS, ("begin", "finish", "settle"))
@@ -182,22 +207,82 @@ def measure_table(block_size: int) -> dict[str, float]:
         watch.time("release", table.release, key, now_s=now_s)
     for key in keys[1::2]:
         now_s += table.info(key, now_s=now_s).remaining_s
-        watch.time("step, one expires", step, now_s)
+        watch.time("sweep, one expires", home.sweep, now_s=now_s)
+    return watch.p50_us()
+
+
+def measure_home(block_size: int) -> dict[str, float]:
+    """Return the p50 in microseconds of a turn's ops, as API processes send them, and of a step of D's scheduler.
+
+    Every session has two turns, and in the second one P reads its lease. The steps come between the two.
+    """
+    from bench._lease_step import make_step  # noqa: PLC0415 (imports vLLM, which takes seconds)
+
+    watch, home = Stopwatch(), make_home(block_size)
+    num_turn_blocks = (LEASE_TOKENS + TURN_TOKENS) // block_size + 1
+    now_s = time.perf_counter()  # as the connector's own hooks ask for it
+
+    def handle(row: str, op: str, arg: Mapping[str, Any]) -> dict[str, Any]:
+        reply: dict[str, Any] = watch.time(row, home.handle, op, arg, now_s=now_s)
+        return reply
+
+    def run_turn(index: int, turn: int, num_tokens: int, rows: tuple[str, str, str]) -> None:
+        load, begin, settle = rows
+        token_ids = array("i", range(index, index + num_tokens))
+        named = {"tenant": "tenant", "session_id": f"session-{index}", "turn": turn, "idempotency_key": f"key-{turn}"}
+        loaded = handle(load, "load", named)
+        begun = handle(
+            begin,
+            "begin",
+            {
+                **named,
+                "prompt_ids": token_ids.tobytes(),
+                "fingerprint": "0123456789abcdef",
+                "route": "fetch",
+                "prefill_urls": [_PREFILL_URL],
+                "revision": loaded["revision"],
+                "num_kept": turn,
+            },
+        )
+        if begun["ticket"] is not None:
+            handle("return ticket op", "return_ticket", {"ticket_id": begun["ticket_id"]})
+        blocks = range(index * num_turn_blocks, (index + 1) * num_turn_blocks)
+        home.leases.finish(begun["nonce"], blocks, num_tokens, token_ids, now_s=now_s)
+        handle(
+            settle,
+            "settle",
+            {
+                "nonce": begun["nonce"],
+                "num_tokens_kept": num_tokens,
+                "token_ids": token_ids.tobytes(),
+                "chunk": b"x" * _TURN_CHARS,
+                "reply": b"x" * _TURN_CHARS,
+                "report": b"x" * 500,
+                "ttl_s": None,
+                "ended_by": "tool:bash",
+                "observed": {**_OBSERVED, "pair": _PREFILL_URL},
+            },
+        )
+
+    for index in range(NUM_LEASES):
+        now_s += _TURN_S
+        run_turn(index, 1, LEASE_TOKENS, ("first load op", "first begin op", "grant op"))
+    step, without = make_step(home, NUM_RUNNING)
+    for _ in range(NUM_LEASES):
+        watch.time("with", step)
+        watch.time("without", without)
+    pairs = zip(watch.samples_us.pop("with"), watch.samples_us.pop("without"), strict=True)
+    watch.samples_us["scheduler step"] = [with_ours - without_it for with_ours, without_it in pairs]
+    for index in range(NUM_LEASES):
+        now_s += _TURN_S
+        run_turn(index, 2, LEASE_TOKENS + TURN_TOKENS, ("load op", "begin op", "settle op"))
     return watch.p50_us()
 
 
 def measure_choices() -> dict[str, float]:
     """Return what choosing a turn's way and learning from it cost, in microseconds (p50), with so many sessions."""
     watch, model = Stopwatch(), CostModel(LearnedRates(), token_bytes=46_080)
-    shown = Observed(
-        prompt_tokens=LEASE_TOKENS + TURN_TOKENS,
-        reused_tokens=0,
-        fetched_tokens=LEASE_TOKENS,
-        prefill_s=0.3,
-        fetch_s=0.05,
-        handover_s=0.05,
-        pair="",
-    )
+    shown = Observed(**_OBSERVED, pair="")
     for number in range(3 * NUM_LEASES):
         key = "tenant", f"session-{number % NUM_LEASES}"
         start = Start(key=key, prompt_tokens=shown.prompt_tokens, matched_tokens=LEASE_TOKENS, num_running=8)
@@ -225,20 +310,25 @@ def measure_block_pool() -> dict[str, float]:
     return watch.p50_us()
 
 
-def measure() -> dict[str, dict[str, float]]:
-    """Return each table's rows, in microseconds: the p50 of the quietest of several runs."""
+def measure() -> dict[str, dict[str, Row]]:
+    """Return each table's rows: the p50 of the quietest of several runs, chosen row by row, and of the one between."""
     tables: dict[str, Callable[[], dict[str, float]]] = {
         **{f"block size {size}": partial(measure_table, size) for size in BLOCK_SIZES},
+        **{f"a turn's ops and a step, block size {size}": partial(measure_home, size) for size in BLOCK_SIZES},
         "a turn's way": measure_choices,
         f"vLLM's pool, {NUM_POOL_BLOCKS} blocks": measure_block_pool,
     }
     runs = [{title: table() for title, table in tables.items()} for _ in range(NUM_RUNS)]
-    return {title: {name: min(run[title][name] for run in runs) for name in row} for title, row in runs[0].items()}
+    p50s_us = {title: {name: [run[title][name] for run in runs] for name in row} for title, row in runs[0].items()}
+    return {
+        title: {name: Row(min(found), round(median(found), 1)) for name, found in row.items()}
+        for title, row in p50s_us.items()
+    }
 
 
-def is_missed(name: str, p50_us: float) -> bool:
-    """Return whether a row is above its bar; False where it has none."""
-    return p50_us > BARS_US.get(name, float("inf"))
+def is_missed(name: str, row: Row) -> bool:
+    """Return whether a row's quietest run is above its bar; False where it has none."""
+    return row.quietest > BARS_US.get(name, float("inf"))
 
 
 _HEAD: Final = """\
@@ -246,18 +336,30 @@ _HEAD: Final = """\
 
 Written by `python bench/lease_table.py --doc` on {cpu} (Python {python}, vLLM {vllm}). All of this happens on D's
 scheduler thread, between or within its steps, with {num_leases:,} leases of {lease_tokens:,} tokens that then grow by
-{turn_tokens}, the median turn of recorded coding agents. Each number is a median in microseconds, of the quietest of
-{num_runs} runs. The verbs run on a pool that only counts; the last table is vLLM's own block pool, without an engine.
+{turn_tokens}, the median turn of recorded coding agents. Each number is a median in microseconds. All is run
+{num_runs} times: `quietest` is the least of the runs, for each row by itself, and what the limits are for; `middle` is
+their median. Where the two are far apart, the machine was busy with something else. Verbs and ops run on a pool that
+only counts; the last table is vLLM's own block pool, without an engine. Rows without a limit are for information.
 
-`grant` ends a session's first turn and `settle` every later one. `scheduler step` is all that our connector adds to a
-step of D: noting its time and {num_running} requests, and looking for what is due; in `step, one expires` a lease is.
-Rows without a limit are for information. `revoke` takes {revoked_blocks} blocks within an allocation that would fail
-without them: `first` where all {num_leases:,} leases must be ranked by what they are worth, `again` within a second
-of that, while ranks are kept. A step that has to revoke is longer by as much.
+**The table's verbs** are what the limit of 50 us is for. `grant` ends a session's first turn and `settle` every later
+one. `revoke` takes {revoked_blocks} blocks within an allocation that would fail without them: `first` where all
+{num_leases:,} leases must be ranked by what they are worth, `again` within a second of that, while ranks are kept.
+
+**A turn's ops** are all that an API server's call does on that thread, from its argument to its reply; the verbs are
+part of them. `load op` hands out the history, and `begin op` copies the prompt's ids, notes the turn's way, hashes the
+ids that the lease covers and signs the ticket with all its block ids. `settle op` copies the ids again, keeps the
+turn's record and learns from it. In `begin op` the way is asked for, so that every turn has a ticket; otherwise
+`choose` comes on top. A turn calls each once, so they have no limit of their own, but what they take delays a step.
+
+**A scheduler step** is all that our connector adds to a step of D with {num_running} running requests in which nothing
+is revoked: the guard around the allocation of each, noting the step's time and requests, looking for what is due, and
+the hooks of one new request and one that ends, neither of them a turn's. It is the connector's own code, and the
+difference to the same calls without it. A step that has to revoke is longer by `revoke`, one in which a lease expires
+by `sweep, one expires`, and the end of a turn's request by `finish`.
 """
 
 
-def page(rows: Mapping[str, Mapping[str, float]], installed: Mapping[str, str]) -> str:
+def page(rows: Mapping[str, Mapping[str, Row]], installed: Mapping[str, str]) -> str:
     """Return the page of the documentation."""
     head = _HEAD.format(
         **installed,
@@ -269,13 +371,12 @@ def page(rows: Mapping[str, Mapping[str, float]], installed: Mapping[str, str]) 
         revoked_blocks=REVOKED_BLOCKS,
     )
     lines = [head]
-    for title, row in rows.items():
-        lines += [f"**{title}**\n", "| | p50, us | at most | |", "|---|---:|---:|---|"]
-        for name, p50_us in row.items():
-            found = "**missed**" if is_missed(name, p50_us) else "met"
-            lines.append(
-                f"| {name} | {p50_us:.1f} | " + (f"{BARS_US[name]:.0f} | {found} |" if name in BARS_US else "| |")
-            )
+    for title, table in rows.items():
+        lines += [f"**{title}**\n", "| us | quietest | middle | at most | |", "|---|---:|---:|---:|---|"]
+        for name, row in table.items():
+            found = "**missed**" if is_missed(name, row) else "met"
+            limit = f"{BARS_US[name]:.0f} | {found} |" if name in BARS_US else "| |"
+            lines.append(f"| {name} | {row.quietest:.1f} | {row.middle:.1f} | {limit}")
         lines.append("")
     return "\n".join(lines)
 
@@ -286,14 +387,23 @@ def main() -> int:
     parser.add_argument("--doc", action="store_true", help=f"write {DOC} as well")
     args = parser.parse_args()
     rows, installed = measure(), versions()
-    missed = [f"{title}: {name}" for title, row in rows.items() for name in row if is_missed(name, row[name])]
-    for title, row in rows.items():
-        print(f"\n{title}\n{'':2}{'':18}{'p50 us':>8}{'at most':>9}")
-        for name, p50_us in row.items():
+    missed = [
+        f"{title}: {name}" for title, table in rows.items() for name, row in table.items() if is_missed(name, row)
+    ]
+    for title, table in rows.items():
+        print(f"\n{title}\n{'us':20}{'quietest':>10}{'middle':>10}{'at most':>9}")
+        for name, row in table.items():
             bar = f"{BARS_US[name]:9.0f}" if name in BARS_US else ""
-            print(f"  {name:18}{p50_us:8.1f}{bar}{'  missed' * is_missed(name, p50_us)}")
+            print(f"  {name:18}{row.quietest:10.1f}{row.middle:10.1f}{bar}{'  missed' * is_missed(name, row)}")
     OUT.parent.mkdir(exist_ok=True)
-    result = {"runs": NUM_RUNS, "p50_us": rows, "bars_us": dict(BARS_US), "missed": missed, "versions": installed}
+    result = {
+        "runs": NUM_RUNS,
+        "p50_us": {title: {name: row.quietest for name, row in table.items()} for title, table in rows.items()},
+        "middle_p50_us": {title: {name: row.middle for name, row in table.items()} for title, table in rows.items()},
+        "bars_us": dict(BARS_US),
+        "missed": missed,
+        "versions": installed,
+    }
     OUT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if args.doc:
         DOC.write_text(page(rows, installed), encoding="utf-8")

@@ -357,7 +357,7 @@ MUTANTS = (
     # Memory: requests win, within budgets, and nobody for ever.
     Mutant(
         "server_ext/engine/compat.py",
-        "while slots is None and make_room(_num_missing_blocks(manager, bound.arguments)):",
+        "while slots is None and make_room(_num_missing_blocks(manager, arguments)):",
         "while False:",
         (
             f"{IN_SCHEDULER}::test_a_running_request_takes_a_leased_block_instead_of_being_preempted",

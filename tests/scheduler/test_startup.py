@@ -1,12 +1,14 @@
 """What the connector refuses at start-up, and how clearly."""
 
 import asyncio
+import inspect
 from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.config import KVTransferConfig
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -148,20 +150,48 @@ def test_another_vllm_is_refused(monkeypatch):
         compat.require_supported_version()
 
 
-def test_a_changed_cache_manager_is_refused():
-    """The guard knows the allocation that it wraps, or does not wrap it."""
-
-    class Manager:
-        block_pool = None
-
-        def allocate_slots(self, request):
-            """Take fewer arguments than vLLM 0.32."""
-
-        def reset_prefix_cache(self):
-            """Do nothing."""
-
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda them: them[:-1], id="one-fewer"),
+        pytest.param(lambda them: [*them[:2], them[3], them[2], *them[4:]], id="another-order"),
+        pytest.param(lambda them: [*them[:-1], them[-1].replace(default=None)], id="another-default"),
+    ],
+)
+def test_a_changed_cache_manager_is_refused(change):
+    """The guard knows the allocation that it wraps, or does not wrap it: it hands on each argument by its place."""
+    manager = _cache_manager(change(_stock_parameters()), seen=[])
+    stock = manager.allocate_slots
     with pytest.raises(RuntimeError, match="allocate_slots has unknown parameters"):
-        compat.guard_allocations(Manager(), lambda _: False, lambda: True)
+        compat.guard_allocations(manager, lambda _: False, lambda: True)
+    assert manager.allocate_slots is stock
+
+
+def test_an_allocation_gets_what_it_was_asked_with():
+    """Behind the guard, each argument comes under its own name, and what vLLM answers goes back."""
+    seen = []
+    manager = _cache_manager(_stock_parameters(), seen)
+    compat.guard_allocations(manager, lambda _: False, lambda: True)
+    asked = {parameter.name: object() for parameter in _stock_parameters()}
+    assert manager.allocate_slots(**asked) == "slots"
+    assert seen == [tuple(asked.values())]
+
+
+def _stock_parameters():
+    """Return those of vLLM's own allocation."""
+    _, *parameters = inspect.signature(KVCacheManager.allocate_slots).parameters.values()
+    return parameters
+
+
+def _cache_manager(parameters, seen):
+    """Return one whose allocation has such parameters, and notes what it gets."""
+
+    def allocate_slots(*args):
+        seen.append(args)
+        return "slots"
+
+    allocate_slots.__signature__ = inspect.Signature(parameters)
+    return SimpleNamespace(block_pool=None, allocate_slots=allocate_slots, reset_prefix_cache=lambda: None)
 
 
 @pytest.mark.parametrize(
