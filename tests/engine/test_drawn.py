@@ -9,7 +9,7 @@ tiny model of the two caches agrees with. Everything is drawn from the test's pa
 from __future__ import annotations
 
 import secrets
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,13 @@ REVOKED: defaultdict[int, list[bool]] = defaultdict(list)
 """Of each block size: for every case that should revoke, whether it did. All sessions add to it."""
 FEWEST_TRIES = 8
 LEAST_SHARE_REVOKED = 0.4  # the requests must run at the same time; three of four times they do
+BEGUN: Counter[int] = Counter()
+"""Sessions that have begun, of each block size."""
+CAME: defaultdict[int, Counter[str]] = defaultdict(Counter)
+"""How the cases of each block size came, and how many were fetched in front of a change of the history."""
+# Of NUM_SESSIONS * NUM_TURNS cases, well below what the weights of the draw come to.
+LEAST_FETCHED = 64
+LEAST_OF_OTHERS = 8
 LONGEST_PROMPT = 900
 ANSWER = "<|im_start|>assistant\n"
 CLOSING = "<|im_end|>\n"
@@ -46,6 +53,7 @@ def test_a_drawn_session(drawn: Rig, block_size: int, seed: int) -> None:
     """Every turn of a drawn session is right, and says rightly where its prompt's KV cache came from."""
     random = Random(f"{block_size}-{seed}")
     session = Session(drawn, block_size, random)
+    BEGUN[block_size] += 1
     session.open()
     for number in range(1, NUM_TURNS + 1):
         case = draw(random)
@@ -65,6 +73,19 @@ def test_drawn_requests_really_take_blocks(drawn: Rig, block_size: int) -> None:
     if len(tries) < FEWEST_TRIES:
         pytest.skip(f"only {len(tries)} cases that should revoke have run, too few to tell")
     assert sum(tries) >= LEAST_SHARE_REVOKED * len(tries), f"{sum(tries)} of {len(tries)}"
+
+
+@pytest.mark.parametrize("block_size", [32, 64])
+def test_every_drawn_case_has_run_and_all_ways_were_gone(drawn: Rig, block_size: int) -> None:
+    """No session was cut short, and what is drawn is not all of one kind: reads above all, also of a part."""
+    if BEGUN[block_size] < NUM_SESSIONS:
+        pytest.skip(f"only {BEGUN[block_size]} of {NUM_SESSIONS} sessions have run")
+    came = CAME[block_size]
+    num_in_part = came.pop("fetched in part")
+    assert came.total() == NUM_SESSIONS * NUM_TURNS
+    assert set(came) == {"fetched", "prefilled", "local", "recomputed"}
+    assert came["fetched"] >= LEAST_FETCHED, came
+    assert min(num_in_part, *came.values()) >= LEAST_OF_OTHERS, (num_in_part, came)
 
 
 @dataclass
@@ -133,6 +154,9 @@ class Session:
         asked = self._ask(case)
         self._warm_prefill(case, asked)
         self._run(case, asked)
+        cache = self.talk.last.cache
+        CAME[self.block_size][cache["outcome"]] += 1
+        CAME[self.block_size]["fetched in part"] += cache["outcome"] == "fetched" and cache["diverged_at"] is not None
 
     def _run(self, case: Case, asked: Asked) -> None:
         self.rig.copies.forget()

@@ -132,11 +132,12 @@ def test_an_engine_believes_only_what_is_signed(rig: Rig, talk: Talk, trap: sock
         reply = gate.pass_on({**gate.calls[0], "kv_transfer_params": params, "cache_salt": salt})
         assert reply.status_code == 200
         answer = reply.json()["kv_transfer_params"]
-        # What is not signed is no prefill call at all; the used ticket is one, without its blocks.
-        assert (answer is None) == (params is not used)
-        if answer is not None:
-            report = answer["bidikv"]
-            assert (report["local_tokens"], report["fetched_tokens"], report["reason"]) == (0, 0, "read_failed")
+        report = answer.pop("bidikv")
+        # What is not signed is no prefill call at all: nothing is kept. The used ticket is one, without its blocks.
+        assert bool(answer) == (params is used)
+        assert (report["refusal"], report["reason"]) == ("already_used" if params is used else "forged", "read_failed")
+        if params is used:
+            assert (report["local_tokens"], report["fetched_tokens"]) == (0, 0)
     assert external_hits(rig) == hits
     verify_untouched(talk, before)
 
