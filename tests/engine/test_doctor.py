@@ -73,7 +73,7 @@ def ill_config(folder: Path, prefill_urls: list[str]) -> StackConfig:
     )
     config = replace(config, settings={**config.settings, "prefill_urls": [config.url("prefill"), *prefill_urls]})
     transfer = kv_transfer_config(config, "prefill")
-    transfer["kv_connector_extra_config"] |= {"bidirectional_kv_xfer": False, "kv_recompute_threshold": 256}
+    transfer["kv_connector_extra_config"] |= {"kv_recompute_threshold": 256}
     return replace(
         config,
         extra_args={
@@ -158,7 +158,6 @@ PLANTED = [
     ("prefill 0", "FAIL", "another model configuration", "same --model"),
     ("prefill 0", "FAIL", "bfloat16 on P, float32 on D", "same --dtype"),
     ("prefill 0", "FAIL", "64 on P, 32 on D", "same --block-size"),
-    ("prefill 0", "FAIL", "never reads a lease", '"bidirectional_kv_xfer": true'),
     ("prefill 0", "WARN", "fewer than 256 tokens", '"kv_recompute_threshold": 0'),
     ("prefill 0", "WARN", "up to 1024 tokens", "same --max-model-len"),
     ("prefill 1", "FAIL", "another secret", "same bytes in secret_file"),

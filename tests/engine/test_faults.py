@@ -198,14 +198,12 @@ def test_a_home_that_dies_while_p_reads_from_it(rig: Rig) -> None:
 
 
 def test_a_prefill_node_that_gives_nonsense(rig: Rig) -> None:
-    """An answer that is not P's is not used: D computes itself, and says that no P was there."""
+    """An answer that is for another prompt is not used: D computes itself, and says that no P was there."""
     talk: Talk = rig.talk()
     talk.right_turn(words(200))
 
     def cut(gate: Gate, call: Call) -> Any:
-        return gate.pass_on(
-            {**call, "token_ids": base64.b64encode(array("i", range(40)).tobytes()).decode(), "kv_transfer_params": {}}
-        )
+        return gate.pass_on({**call, "token_ids": base64.b64encode(array("i", range(40)).tobytes()).decode()})
 
     with Gate(rig, cut):
         said = talk.right_turn("And now?")
