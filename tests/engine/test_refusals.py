@@ -11,6 +11,7 @@ from .rig import Rig
 from .talk import words
 
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}]}]
+EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
 TRANSFER = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
 
 
@@ -114,6 +115,7 @@ def test_a_prefill_node_is_no_home(rig: Rig) -> None:
 @pytest.mark.parametrize("request_id", ["a,b", "HB:x", "bidikv-ticket-x", "x:1"])
 def test_a_request_id_that_means_something_between_engines(rig: Rig, request_id: str) -> None:
     """P learns as ever that D has read what it computed, and holds nothing any longer."""
+    num_before = rig.metric("prefill", EXPIRED)
     talk = rig.talk()
     talk.headers["X-Request-Id"] = request_id
     talk.right_turn(words(100))
@@ -123,8 +125,9 @@ def test_a_request_id_that_means_something_between_engines(rig: Rig, request_id:
         rig.step("prefill")
         return rig.metric("prefill", "vllm:kv_cache_usage_perc") == 0
 
-    # Long before P's own hold is over.
-    eventually(is_free, "P without anything to keep for D", deadline_s=10.0)
+    eventually(is_free, "P without anything to keep for D")
+    # It let go since D has read, and not since its hold was over.
+    assert rig.metric("prefill", EXPIRED) == num_before
 
 
 def test_the_callers_request_id_comes_back(rig: Rig) -> None:
