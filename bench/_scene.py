@@ -276,6 +276,9 @@ class Scene:
         with ExitStack() as stack:
             for index, point in enumerate(self.points):
                 if point != BETWEEN_TURNS:
+                    if point == "before load":
+                        # A turn asks for its history only where somebody may have changed it.
+                        self.talks[index].post("rewind", {"turn": 1}).raise_for_status()
                     hold = stack.enter_context(self._held(point))
                     self.holds.append(hold)
                     self.ask(index)

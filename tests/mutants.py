@@ -647,6 +647,21 @@ MUTANTS = (
         (f"{ROUTES}::test_a_client_that_leaves_its_stream",),
     ),
     Mutant(
+        "server_ext/core/sessions.py",
+        "if revision not in {None, session.revision}:",
+        "if False:",
+        (
+            "tests/core/test_sessions.py::test_a_turn_rendered_from_a_history_of_before_does_not_start",
+            "tests/http/test_recall.py::test_a_history_that_has_changed_meanwhile_is_asked_for",
+        ),
+    ),
+    Mutant(
+        "server_ext/http/conductor.py",
+        "            self.recall.forget(caller.key)\n",
+        "            pass\n",
+        ("tests/http/test_recall.py::test_an_owner_s_own_change_is_known",),
+    ),
+    Mutant(
         "server_ext/http/conductor.py",
         "report = await said.settle(dict(total.completion()))",
         "report = (await said.settle(dict(total.completion()))) and {}",

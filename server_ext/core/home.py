@@ -1,6 +1,7 @@
 """The home of sessions on one engine: what API processes and the scheduler may ask of its two tables.
 
-API processes call `handle(op, arg)` with plain dicts. A turn: `load` (render from this) · `begin` (nonce,
+API processes call `handle(op, arg)` with plain dicts. A turn: `load` (render from this; a process that settled the
+turn before may know it) · `begin` (nonce,
 ticket) · the request runs under the nonce, and the scheduler calls `finish` when it ends · `settle`, or
 `abandon`; and `return_ticket` when the reader has answered. The scheduler calls `sweep`, `return_ticket`, and, of
 `leases`, `finish`, `is_open`, `revoke`, `has_tickets` and `release_all` directly.
@@ -251,7 +252,8 @@ class Home:
         `token_ids` are all ids of the history with this turn, of which the answer kept `num_tokens_kept`;
         `chunk` is its part of the transcript, and `reply` what a repetition gets. `ended_by` is `tool:<name>` where
         the reply calls a tool, else a finish reason: it tells how soon the next turn may come. Ways are learned from
-        `observed`, and `report` is what the turn's cache did, for `get` and `list`.
+        `observed`, and `report` is what the turn's cache did, for `get` and `list`. The result has the history's new
+        `revision` beside `info`.
         """
         ttl_s = self._settings.checked_ttl_s(ttl_s)
         # The record first: it cannot fail behind this line, and dropping others for it frees budget.
@@ -259,7 +261,7 @@ class Home:
         self.leases.settle(nonce, num_tokens_kept, ttl_s=ttl_s, now_s=now_s, token_ids=token_ids)
         self._gaps.ended(session.key, ended_by, now_s=now_s)
         self._routing.settle(nonce, observed, now_s=now_s)
-        return {"info": self._info(session.key, now_s=now_s)}
+        return {"info": self._info(session.key, now_s=now_s), "revision": session.revision}
 
     def abandon(self, *, nonce: str, return_ticket: bool, now_s: float) -> dict[str, Any]:
         """End a turn without a trace; the result is `was_open` alone. Idempotent."""

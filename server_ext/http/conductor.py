@@ -13,7 +13,7 @@ import time
 import uuid
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from bidikv_sdk.chunks import ChunkSum
 from bidikv_sdk.wire import Choice
@@ -21,6 +21,7 @@ from server_ext.engine import compat
 from server_ext.http.errors import Refused, refused_by_vllm, vllm_errors
 from server_ext.http.home_client import HomeClient
 from server_ext.http.prefill_client import PrefillClient
+from server_ext.http.recall import Recall, read_record
 from server_ext.http.render import TurnRenderer
 from server_ext.http.tenants import Tenants
 from server_ext.http.transcript import Transcript
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 
     import httpx
 
-    from bidikv_sdk.wire import Route
+    from server_ext.core.records import Key
+    from server_ext.core.session_record import Session
     from server_ext.engine.settings import EngineSettings
     from server_ext.http.render import Prompt
     from server_ext.http.transcript import Place
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 
 logger = compat.init_logger("vllm.bidikv")
 _DONE = "data: [DONE]\n\n"
+_RECALLED_BYTES: Final = 64 << 20
+_CHANGES_HISTORY: Final = frozenset({"open", "rewind", "end"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,11 @@ class Caller:
     request_id: str
     parent_id: str | None = None
     is_final: bool = False
+
+    @property
+    def key(self) -> Key:
+        """The key of the session."""
+        return self.tenant, self.session_id
 
     @property
     def session(self) -> dict[str, str]:
@@ -83,6 +92,7 @@ class Conductor:
         self._serving_chat = serving_chat
         self._renderer = TurnRenderer(serving_chat)
         block_size = engine_client.vllm_config.cache_config.block_size
+        self.recall = Recall(max_bytes=_RECALLED_BYTES, max_age_s=settings.home.session_retention_s)
         self._prefill = PrefillClient(settings, block_size=block_size, transport=prefill_transport)
 
     async def run(self, caller: Caller, request: TurnRequest, raw_request: Any) -> dict[str, Any] | AsyncIterator[str]:
@@ -101,31 +111,20 @@ class Conductor:
             Refused: the session is as it was.
         """
         started_s = time.perf_counter()
-        arg = {**caller.session, "turn": request.turn, "idempotency_key": request.key}
-        record = await self.home.call("load", {**arg, "parent_id": caller.parent_id})
-        if record["reply"] is not None:
-            return self._replay(record, stream=request.stream)
-        told = Transcript(record)
-        if request.turn is None:
-            place = told.find(request.messages, request.tools or [])
-        else:
-            place = told.end(request.messages, request.tools)
-        recompute = request.route == "recompute"
-        salt = self.tenants.cache_salt(caller.tenant, session_id=caller.session_id if recompute else None)
-        vllm_request = request.to_vllm(place.tools, cache_salt=salt)
-        prompt = await self._renderer.render(vllm_request, place.history, place.delta)
-        # For what vLLM counts in a history, such as the tool calls that Kimi's ids are numbered by.
-        vllm_request.messages = [*place.history.messages, *place.delta]
-        rendered_s = time.perf_counter()
-        arg |= {"turn": told.turn + 1, "revision": told.revision, "num_kept": place.num_kept}
-        begun = await self._begin(arg, prompt, request.route or self.settings.home.default_route)
-        if begun["reply"] is not None:  # another try of the same turn has completed in the meantime
-            return self._replay(begun, stream=request.stream)
-        clock = Clock(started_s=started_s, rendered_s=rendered_s, begun_s=time.perf_counter())
-        turn = self._turn(caller, request, place, prompt, begun, clock)
-        said = _Said(turn, request, vllm_request, place.delta, functools.partial(self._release, caller))
+        ready = await self._begin_from_recall(caller, request)
+        if ready is None:
+            asked = {"turn": request.turn, "idempotency_key": request.key, "parent_id": caller.parent_id}
+            loaded = await self.home.call("load", {**caller.session, **asked})
+            if loaded["reply"] is not None:
+                return self._replay(loaded, stream=request.stream)
+            ready = await self._render_and_begin(caller, request, read_record(caller.key, loaded))
+        if ready.begun["reply"] is not None:  # another try of the same turn has completed in the meantime
+            return self._replay(ready.begun, stream=request.stream)
+        clock = Clock(started_s=started_s, rendered_s=ready.rendered_s, begun_s=time.perf_counter())
+        turn = self._turn(caller, request, ready, clock)
+        said = _Said(turn, request, ready.vllm_request, ready.place.delta, functools.partial(self._release, caller))
         try:
-            result = await self._generate(turn, vllm_request, prompt.token_ids, raw_request)
+            result = await self._generate(turn, ready.vllm_request, ready.prompt.token_ids, raw_request)
             if request.stream:
                 events = self._stream(said, result)
                 await anext(events)  # from here on its end is run, even if nobody ever reads from it
@@ -136,6 +135,16 @@ class Conductor:
             await turn.abandon_whatever_happens()
             raise
         return completion
+
+    async def own(self, op: str, caller: Caller, arg: dict[str, Any]) -> dict[str, Any]:
+        """Call one of the ops with which an owner looks after a session, and return the home's reply.
+
+        Raises:
+            Refused: as `HomeClient.call`.
+        """
+        if op in _CHANGES_HISTORY:
+            self.recall.forget(caller.key)
+        return await self.home.call(op, {**caller.session, **arg})
 
     async def _release(self, caller: Caller, info: dict[str, Any]) -> dict[str, Any]:
         """Release the lease of a session whose last turn this was; return what has become of its `bidikv` object."""
@@ -148,34 +157,65 @@ class Conductor:
             return info
         return {**released["info"], "cache": info["cache"]}
 
-    async def _begin(self, arg: dict[str, Any], prompt: Prompt, route: Route) -> dict[str, Any]:
+    async def _begin_from_recall(self, caller: Caller, request: TurnRequest) -> _Ready | None:
+        """Begin a turn that continues one of this process's own; None where the home has to be asked first."""
+        record = self.recall.take(caller.key, request.turn)
+        if record is None:
+            return None
+        try:
+            return await self._render_and_begin(caller, request, record)
+        except Refused as refused:
+            if refused.info.code == "engine_unavailable":
+                raise
+            return None  # the session has changed meanwhile, or `load` says better what is wrong
+
+    async def _render_and_begin(self, caller: Caller, request: TurnRequest, record: Session) -> _Ready:
+        told = Transcript(record)
+        if request.turn is None:
+            place = told.find(request.messages, request.tools or [])
+        else:
+            place = told.end(request.messages, request.tools)
+        recompute = request.route == "recompute"
+        salt = self.tenants.cache_salt(caller.tenant, session_id=caller.session_id if recompute else None)
+        vllm_request = request.to_vllm(place.tools, cache_salt=salt)
+        prompt = await self._renderer.render(vllm_request, place.history, place.delta)
+        # For what vLLM counts in a history, such as the tool calls that Kimi's ids are numbered by.
+        vllm_request.messages = [*place.history.messages, *place.delta]
+        rendered_s = time.perf_counter()
+
         def undo(late: dict[str, Any]) -> None:
             if late["reply"] is None:
                 self.home.call_soon("abandon", {"nonce": late["nonce"], "return_ticket": True})
 
         arg = {
-            **arg,
+            **caller.session,
+            "turn": record.turn + 1,
+            "idempotency_key": request.key,
+            "revision": record.revision,
+            "num_kept": place.num_kept,
             "prompt_ids": prompt.token_ids.tobytes(),
-            "route": route,
+            "route": request.route or self.settings.home.default_route,
             "prefill_urls": list(self.settings.prefill_urls),
         }
-        return await self.home.call("begin", arg, on_late=undo)
+        begun = await self.home.call("begin", arg, on_late=undo)
+        return _Ready(record, place, vllm_request, prompt, rendered_s, begun)
 
     def _turn(
         self,
         caller: Caller,
         request: TurnRequest,
-        place: Place,
-        prompt: Prompt,
-        begun: dict[str, Any],
+        ready: _Ready,
         clock: Clock,
     ) -> Turn:
+        begun = ready.begun
         fresh = self.settings.fresh_prefill_salt or begun["route"] == "recompute"
         plan = Plan(
+            record=ready.record,
+            num_kept=ready.place.num_kept,
             nonce=begun["nonce"],
             fingerprint=begun["fingerprint"],
             request_id=caller.request_id,
-            prompt=prompt,
+            prompt=ready.prompt,
             route=begun["route"],
             asked=None if request.route == "auto" else request.route,
             choice=None if begun["choice"] is None else Choice.from_json(begun["choice"]),
@@ -184,11 +224,18 @@ class Conductor:
             diverged_at=begun["diverged_at"],
             lease_reason=begun["lease_reason"],
             ticket_reason=begun["ticket_reason"],
-            changed=place.changed,
+            changed=ready.place.changed,
             prefill_salt=uuid.uuid4().hex if fresh else self.tenants.cache_salt(caller.tenant),
         )
-        secret = self.settings.secret
-        return Turn(plan, clock, home=self.home, prefill=self._prefill, renderer=self._renderer, secret=secret)
+        return Turn(
+            plan,
+            clock,
+            home=self.home,
+            prefill=self._prefill,
+            renderer=self._renderer,
+            recall=self.recall,
+            secret=self.settings.secret,
+        )
 
     async def _generate(self, turn: Turn, vllm_request: Any, token_ids: array[int], raw_request: Any) -> Any:
         # Prepared ids win over the messages, which vLLM then neither renders nor tokenizes.
@@ -262,6 +309,25 @@ class Conductor:
     async def close(self) -> None:
         """Close the connections to P."""
         await self._prefill.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A turn that has begun.
+
+    - `record`: the session that it was rendered from.
+    - `place`: where in its history the turn goes on.
+    - `vllm_request`, `prompt`: what D is asked.
+    - `rendered_s`: when it was rendered (monotonic seconds).
+    - `begun`: what the home's op `begin` returned.
+    """
+
+    record: Session
+    place: Place
+    vllm_request: Any
+    prompt: Prompt
+    rendered_s: float
+    begun: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class Call:
     async def home(self, op: str, **arg: Any) -> JSONResponse:
         """Answer with what the home says."""
         turn_request.options_of(self.body)
-        answer = await self.conductor.home.call(op, {**self.caller.session, **arg})
+        answer = await self.conductor.own(op, self.caller, arg)
         return self.reply({"bidikv": shown(answer)})
 
     def reply(self, content: dict[str, Any]) -> JSONResponse:

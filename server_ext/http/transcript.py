@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from array import array
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from bidikv_sdk.wire import Reason
+    from server_ext.core.session_record import Session
 
 Message = dict[str, Any]
 
@@ -46,16 +46,15 @@ class Transcript:
     """The chunks of a session's transcript and the ids that belong to them.
 
     Args:
-        record: what the home's op `load` returned.
+        record: of the session.
     """
 
-    def __init__(self, record: Mapping[str, Any]) -> None:
-        self.turn: int = record["info"]["turn"]
-        self.revision: int = record["revision"]
-        self._chunks = [json.loads(chunk) if chunk else {} for chunk in record["transcript"]]
-        self._replaced = [json.loads(chunk) if chunk else {} for chunk in record["replaced"]]
-        self._id_counts: list[int] = record["id_counts"]
-        self._token_ids = array("i", record["token_ids"])
+    def __init__(self, record: Session) -> None:
+        self._turn = record.turn
+        self._chunks = [json.loads(chunk) if chunk else {} for chunk in record.transcript]
+        self._replaced = [json.loads(chunk) if chunk else {} for chunk in record.replaced]
+        self._id_counts = record.id_counts
+        self._token_ids = record.token_ids
 
     def end(self, delta: list[Message], tools: list[dict[str, Any]] | None) -> Place:
         """Go on at the end; tools stay until others are given."""
@@ -97,7 +96,7 @@ class Transcript:
             tools: the new ones.
         """
         before = self._replaced or self._chunks
-        if self.turn and (tools or []) != (_tools_of(before) or []):
+        if self._turn and (tools or []) != (_tools_of(before) or []):
             return "tools_changed"
         if messages is None:
             return None

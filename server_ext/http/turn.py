@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from bidikv_sdk.wire import Outcome, Reason, Route
+    from server_ext.core.session_record import Session
     from server_ext.http.home_client import HomeClient
     from server_ext.http.prefill_client import PrefillClient, Prefilled
+    from server_ext.http.recall import Recall
     from server_ext.http.render import Prompt, TurnRenderer
 
 logger = compat.init_logger("vllm.bidikv")
@@ -34,6 +36,8 @@ logger = compat.init_logger("vllm.bidikv")
 class Plan:
     """What is known of a turn when it begins.
 
+    - `record`: the session as the turn found it.
+    - `num_kept`: the chunks of its transcript that the turn continues.
     - `nonce`: of this turn; the engine knows the turn's request by it.
     - `fingerprint`: of D's model and weights; what P computes under another one is of no use.
     - `prompt`: what D and P compute.
@@ -48,6 +52,8 @@ class Plan:
     - `prefill_salt`: of P's prefix cache; None for none.
     """
 
+    record: Session
+    num_kept: int
     nonce: str
     fingerprint: str
     request_id: str
@@ -99,6 +105,7 @@ class Turn:
         home: HomeClient,
         prefill: PrefillClient,
         renderer: TurnRenderer,
+        recall: Recall,
         secret: bytes,
     ) -> None:
         self.plan = plan
@@ -106,6 +113,7 @@ class Turn:
         self._home = home
         self._prefill = prefill
         self._renderer = renderer
+        self._recall = recall
         self._secret = secret
         self._reply = Reply()
         self._prefilled: Prefilled | None = None
@@ -223,6 +231,7 @@ class Turn:
             "pending_text": pending_text,
             "prompt_hash": plan.prompt.text_hash,
         }
+        said = json.dumps(transcript).encode()
         calls = message.get("tool_calls")
         settled = await self._home.call(
             "settle",
@@ -230,7 +239,7 @@ class Turn:
                 "nonce": plan.nonce,
                 "num_tokens_kept": len(kept_ids),
                 "token_ids": kept_ids.tobytes(),
-                "chunk": json.dumps(transcript).encode(),
+                "chunk": said,
                 "reply": json.dumps({"completion": completion, "cache": report}).encode(),
                 "report": json.dumps(report).encode(),
                 "ttl_s": ttl_s,
@@ -239,6 +248,10 @@ class Turn:
             },
         )
         self.is_over = True
+        plan.record.cut(plan.num_kept)
+        plan.record.append(said, kept_ids)
+        plan.record.revision = settled["revision"]
+        self._recall.keep(plan.record, now_s=time.monotonic())
         turn_metrics().observe(cache)
         info = settled["info"]
         info["cache"] = report

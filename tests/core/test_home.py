@@ -383,9 +383,10 @@ def test_a_turn_of_a_full_history_replaces_what_it_does_not_continue():
     begun = begin(home, turn=3, ids=ids, idempotency_key="", **at)
     assert (begun["matched_tokens"], begun["diverged_at"]) == (10, 10)
     run_request(home, pool, begun["nonce"], ids)
-    info = settle(home, begun["nonce"], ids)["info"]
-    assert (info["turn"], info["lease"]["num_tokens"]) == (2, 15)
+    settled = settle(home, begun["nonce"], ids)
+    assert (settled["info"]["turn"], settled["info"]["lease"]["num_tokens"]) == (2, 15)
     assert error_code(begin(home, turn=3, ids=ids, **at)) == "turn_conflict"
+    assert settled["revision"] == home.handle("load", {**KEY, "turn": 3}, now_s=0)["revision"]
 
 
 # ---------------------------------------------------------------- the scheduler

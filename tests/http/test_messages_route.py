@@ -126,7 +126,7 @@ def test_what_a_session_cannot_serve_goes_vllms_way(stack):
         gate.set()
         assert (await first).status_code == 200
         assert (await info(client))["turn"] == 1
-        stack.engine.fail_op = "load"
+        stack.engine.fail_op = "begin"
         third = await client.post(MESSAGES, json=body("Hi", session_id="s"))
         assert third.json()["content"][0]["text"] == "As stock."
 
