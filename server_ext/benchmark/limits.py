@@ -19,9 +19,10 @@ engine and its first token: all that the session layer and the network of HTTP c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import linear_regression, median
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from server_ext.analysis.least_error import fit_costs
 from server_ext.core.cost import floor_s
 
 if TYPE_CHECKING:
@@ -50,22 +51,22 @@ class PrefillRate:
 
     @classmethod
     def fit(cls, points: Iterable[tuple[int, float]], attention_tokens: float) -> PrefillRate:
-        """Fit the rate by least squares.
+        """Fit the rate (see `fit_costs`).
 
         Args:
-            points: Number of tokens, and the seconds that computing all of them took.
-            attention_tokens: Of the model.
+            points: number of tokens, and the seconds that computing all of them took.
+            attention_tokens: of the model.
 
         Raises:
-            ValueError: There are no two points of different length.
+            ValueError: there are no two points of different length.
         """
-        unit = cls(0.0, 1.0, attention_tokens)
-        pairs = [(unit.compute_s(num_tokens), seconds) for num_tokens, seconds in points]
-        if len({work for work, _ in pairs}) < 2:  # noqa: PLR2004 (a line needs two points)
+        unit, points = cls(0.0, 1.0, attention_tokens), list(points)
+        rows = [(1.0, unit.compute_s(num_tokens)) for num_tokens, _ in points]
+        if len(set(rows)) < 2:  # noqa: PLR2004 (a line needs two points)
             msg = "too few turns computed their prompt for a prefill rate; look into the engines' logs"
             raise ValueError(msg)
-        token_s, fixed_s = linear_regression([work for work, _ in pairs], [seconds for _, seconds in pairs])
-        return cls(max(fixed_s, 0.0), token_s, attention_tokens)
+        fixed_s, token_s = fit_costs(rows, [seconds for _, seconds in points])
+        return cls(fixed_s, token_s, attention_tokens)
 
 
 def ceiling(rate: PrefillRate, *, held_tokens: int, prompt_tokens: int, fetch_s: float) -> float:
@@ -123,15 +124,19 @@ class MeasuredRates:
             for one in alone
             if one.prefill_s is not None and one.computed_tokens == one.prompt_tokens
         ]
-        reads = [(one.fetched_tokens * kv_bytes_per_token, one.fetch_s) for one in alone if one.fetch_s]
+        reads = [(float(one.fetched_tokens * kv_bytes_per_token), one.fetch_s) for one in alone if one.fetch_s]
         if not reads:
             msg = "no turn fetched anything, so there is no rate of fetching; look into the engines' logs"
             raise ValueError(msg)
+        times = [seconds for _, seconds in reads]
+        fetch_fixed_s, byte_s = fit_costs([(1.0, num_bytes) for num_bytes, _ in reads], times)
+        if not byte_s or len({num_bytes for num_bytes, _ in reads}) == 1:
+            # Where no slope is shown, all of the cost is put into the bytes.
+            fetch_fixed_s, (byte_s,) = 0.0, fit_costs([(num_bytes,) for num_bytes, _ in reads], times)
         gaps = [gap for one in alone for gap in one.gaps_s]
-        fixed_s, byte_s = _line(reads)
         return cls(
             prefill=PrefillRate.fit([*short_prefills, *computed], attention_tokens),
-            fetch_fixed_s=fixed_s,
+            fetch_fixed_s=fetch_fixed_s,
             fetch_bytes_per_s=1 / byte_s,
             decode_step_s=median(gaps) if gaps else 0.0,
             kv_bytes_per_token=kv_bytes_per_token,
@@ -186,15 +191,3 @@ class MeasuredRates:
             "decode_step_s": self.decode_step_s,
             "kv_bytes_per_token": self.kv_bytes_per_token,
         }
-
-
-def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return what nothing costs, and what each unit more costs; neither is negative.
-
-    Where the points do not show a slope, all of the cost is put into it.
-    """
-    if len({x for x, _ in points}) > 1:
-        slope, fixed = linear_regression(*zip(*points, strict=True))
-        if slope > 0 and fixed >= 0:
-            return fixed, slope
-    return 0.0, median(y / x for x, y in points)

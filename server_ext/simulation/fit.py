@@ -1,8 +1,4 @@
-"""Fits rates to what turns on real engines took. Pure; `server_ext.cli` runs the turns.
-
-All fits make the sum of relative errors small, so that a few odd samples change little; coefficients are never
-negative: no cost is a gain.
-"""
+"""Fits rates to what turns on real engines took. Pure; `server_ext.cli` runs the turns."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -10,13 +6,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from server_ext.analysis.least_error import fit_costs
+
 from .rates import FleetRates
 
 _NO_ATTENTION: Final = 1e9
 """In place of the length at which attention costs as much as all else, where it cost nothing that could be seen."""
 _MIN_TURNS: Final = 3
-_ROUNDS: Final = 30
-_LEAST_ERROR: Final = 1e-3
 _NOISE: Final = 1.03
 
 
@@ -87,20 +83,20 @@ def fit_rates(
                 f"only {len(samples)} {name} could be measured; {_MIN_TURNS} are the least: look into the engines' logs"
             )
             raise ValueError(msg)
-    step_s, sequence_s, context_s = _fit(
+    step_s, sequence_s, context_s = fit_costs(
         [(1.0, one.num_sequences - 1.0, float(one.context_tokens)) for one in decodes], [one.step_s for one in decodes]
     )
     computed_s = [turn.prefill_s - (turn.fetch_s or 0.0) for turn in turns]
-    prefill_fixed_s, token_s, square_s = _fit([_work(turn) for turn in turns], computed_s)
+    prefill_fixed_s, token_s, square_s = fit_costs([_work(turn) for turn in turns], computed_s)
     if not token_s and not square_s:
         msg = "prefills took the same whatever their length: measure longer ones (--max-tokens)"
         raise ValueError(msg)
     # Of a small model attention may be all that can be seen: then it outweighs the rest from the first token on.
     token_s = max(token_s, square_s)
-    fetch_fixed_s, fetch_s = _fit(
+    fetch_fixed_s, fetch_s = fit_costs(
         [(1.0, float(turn.fetched_tokens)) for turn in fetches], [turn.fetch_s or 0.0 for turn in fetches]
     )
-    handover_fixed_s, handover_s = _fit(
+    handover_fixed_s, handover_s = fit_costs(
         [(1.0, float(turn.handed_tokens)) for turn in turns], [turn.handover_s for turn in turns]
     )
     alone = FleetRates(
@@ -157,34 +153,3 @@ def _work(turn: TurnSample) -> tuple[float, float, float]:
     """Return what a prefill's fixed, linear and quadratic costs are multiplied by."""
     end, begin = turn.prompt_tokens, turn.present_tokens
     return 1.0, float(end - begin), float(end * end - begin * begin)
-
-
-def _fit(rows: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> list[float]:
-    """Return the coefficients [num_columns], 0 or more, that bring rows [num_rows][num_columns] nearest to seconds."""
-    columns, values = np.asarray(rows, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
-    found = _solve(columns, values)
-    for _ in range(_ROUNDS):
-        # Errors are parts of what is expected, and count by their size, not its square: a turn that something else
-        # held up, or an answer whose chunks came all at once, must not bend the rest.
-        expected = np.maximum(columns @ np.asarray(found), 1e-9)
-        errors = np.abs(values / expected - 1)
-        scale = expected * np.sqrt(np.maximum(errors, _LEAST_ERROR))
-        found = _solve(columns / scale[:, None], values / scale)
-    return found
-
-
-def _solve(columns: Any, values: Any) -> list[float]:
-    """Return the least-squares coefficients, 0 or more, of `columns` [num_rows, num_columns] against `values`."""
-    used = list(range(columns.shape[1]))
-    found: list[float] = [0.0] * columns.shape[1]
-    while used:
-        scale = np.abs(columns[:, used]).max(axis=0)
-        scale[scale == 0] = 1.0
-        solved: Any = np.linalg.lstsq(columns[:, used] / scale, values, rcond=None)[0] / scale
-        if (solved >= 0).all():
-            for index, value in zip(used, solved.tolist(), strict=True):
-                found[index] = value
-            break
-        # What would be a gain is left out, and the rest fitted anew.
-        used.pop(int(np.argmin(solved * scale)))
-    return found

@@ -31,6 +31,22 @@ def test_fit_finds_the_rate_that_made_the_points():
     assert (rate.fixed_s, rate.token_s) == pytest.approx((RATE.fixed_s, RATE.token_s))
 
 
+def test_what_a_prefill_costs_at_least_comes_from_the_short_ones():
+    """Long prompts are off by more seconds than a short one takes: that says nothing of the short one."""
+    noisy = [
+        (num, RATE.compute_s(num) * factor) for num, factor in ((5800, 1.1), (6000, 0.9), (6100, 1.12), (6200, 0.9))
+    ]
+    rate = PrefillRate.fit([*((20, RATE.compute_s(20)) for _ in range(3)), *noisy], 5000.0)
+    assert rate.compute_s(20) == pytest.approx(RATE.compute_s(20), rel=0.05)
+    assert rate.token_s == pytest.approx(RATE.token_s, rel=0.15)
+
+
+def test_a_prefill_that_was_held_up_bends_nothing():
+    """One of five took five times as long."""
+    points = [(num, RATE.compute_s(num)) for num in (20, 500, 1500, 2500)] + [(2000, 5 * RATE.compute_s(2000))]
+    assert PrefillRate.fit(points, 5000.0).token_s == pytest.approx(RATE.token_s, rel=0.1)
+
+
 @pytest.mark.parametrize("points", [[], [(100, 1.0), (100, 1.1)]])
 def test_too_few_points_are_an_error(points):
     """Without turns of different lengths that computed their prompt there is no rate."""
