@@ -167,6 +167,8 @@ class Measurement:
                 has_begun.set()
 
             async with self.client.session() as streaming, self.client.session() as session:
+                # As nearly all turns, the measured one is not its session's first, which calls the engine once more.
+                await say(session, words(_MIN_TOKENS), num_tokens=_SHORT_ANSWER, route="local")
                 answer = asyncio.create_task(
                     say(streaming, words(_MIN_TOKENS), num_tokens=_LONG_ANSWER, route="local", on_token=on_token)
                 )
