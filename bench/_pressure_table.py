@@ -69,8 +69,8 @@ leases what turns that have just ended hold until they are settled, and counts a
 session's lease as well. No budget caps these pins, settling does; and a request that needs their blocks takes them
 back as it takes a lease's.
 
-Where our turns take longer than those without leases: each makes three calls to D's scheduler (load, begin, settle),
-and each call waits for the end of a step of D, which is busy with the others. Where sessions would hold far more than
+Where our turns take longer than those without leases: each calls D's scheduler (begin, settle, and load where D's API
+server does not know the session), and each call waits for the end of a step of D, which is busy with the others. Where sessions would hold far more than
 D has, few turns still find a lease, and few are fetched: what is shown there is what leases cost where they hardly
 help. Below each table stands how many were fetched, and how much longer turns took.
 """

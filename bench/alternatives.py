@@ -264,6 +264,7 @@ async def _measure(part: Part, bench: Bench, seed: int) -> ScenarioResult:
         seed=seed,
         company=bench.company(scenario),
         on_part=lambda one: _show(scenario, one),
+        max_seconds=None if part.max_minutes is None else 60 * part.max_minutes,
     )
 
 

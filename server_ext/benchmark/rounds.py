@@ -115,7 +115,7 @@ async def run_rounds(
         num_rounds: how often each arm runs.
         seed: of the conversations and of the arms' order.
         company: who serves what the scenario asks besides.
-        is_over: asked before each arm's part from the second round on; ends early, after whole parts.
+        is_over: asked before each round from the second on; ends early, after whole rounds.
     """
     names = list(arms)
     for round_number in range(num_rounds):
