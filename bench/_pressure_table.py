@@ -70,9 +70,9 @@ session's lease as well. No budget caps these pins, settling does; and a request
 back as it takes a lease's.
 
 Where our turns take longer than those without leases: each calls D's scheduler (begin, settle, and load where D's API
-server does not know the session), and each call waits for the end of a step of D, which is busy with the others. Where sessions would hold far more than
-D has, few turns still find a lease, and few are fetched: what is shown there is what leases cost where they hardly
-help. Below each table stands how many were fetched, and how much longer turns took.
+server does not know the session), and each call waits for the end of a step of D, which is busy with the others. Where
+sessions would hold far more than D has, few turns still find a lease, and few are fetched: what is shown there is what
+leases cost where they hardly help. Below each table stands how many were fetched, and how much longer turns took.
 """
 
 _COLUMNS: Final = (
