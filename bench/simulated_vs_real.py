@@ -57,7 +57,7 @@ WORKLOAD: Final = replace(
     max_turns=12,
     system_tokens=100,
     first=LogNormal(400, 0.4),
-    output=LogNormal(16, 0.5),
+    output=LogNormal(6, 0.5),
     compaction_share=0,
     early_edit_share=0,
     late_edit_share=0,
@@ -126,7 +126,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--seeds", default="1", help="one plan each, such as 1,2")
     parser.add_argument("--sessions", type=int, default=20, help="of a plan")
-    parser.add_argument("--load", type=float, default=0.35, help="share of P's time that fetched turns take, about")
+    parser.add_argument("--load", type=float, default=0.45, help="share of the time that the engines compute, about")
     parser.add_argument("--add", action="store_true", help="keep what the file has, under `earlier`")
     parser.add_argument("--json", default=str(OUT / "simulated_vs_real.json"))
     return parser.parse_args()
@@ -177,10 +177,14 @@ def planned(args: argparse.Namespace, seed: int, rates: FleetRates) -> list[Plan
     """Return the sessions of a seed, with gaps that end within minutes and deltas that a chat template can have.
 
     They begin at a pace that the engines can serve, by their measured rates: in an overload both sides would only tell
-    how long the plan is. What leases lost makes P compute more than `--load`.
+    how long the plan is. Where the two share a machine, what either computes counts. Leases that are lost add to it.
     """
     sample = list(generate(WORKLOAD, 100, seed=seed + 1000, rate_per_s=None))
-    busy_s = sum(rates.prefill_s(prompt, kept) for session in sample for prompt, kept in prompts(session))
+    busy_s = sum(
+        rates.prefill_s(prompt, kept) + (turn.output_tokens * rates.decode_step_s if rates.shares_machines else 0.0)
+        for session in sample
+        for turn, (prompt, kept) in zip(session.turns, prompts(session), strict=True)
+    )
     rate_per_s = args.load / (busy_s / len(sample))
     plan = []
     for session in generate(WORKLOAD, args.sessions, seed=seed, rate_per_s=rate_per_s):
