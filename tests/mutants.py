@@ -657,9 +657,33 @@ MUTANTS = (
     ),
     Mutant(
         "server_ext/http/conductor.py",
-        "            self.recall.forget(caller.key)\n",
-        "            pass\n",
-        ("tests/http/test_recall.py::test_an_owner_s_own_change_is_known",),
+        "                self.recall.forget(caller.key)\n",
+        "                pass\n",
+        (
+            "tests/http/test_recall.py::test_an_owner_s_own_change_is_known",
+            "tests/http/test_recall.py::test_a_session_that_ends_while_its_turn_does_is_not_remembered",
+        ),
+    ),
+    Mutant(
+        "server_ext/http/conductor.py",
+        "own = replace(request, messages=copy.deepcopy(request.messages))",
+        "own = request",
+        ("tests/http/test_recall.py::test_what_is_rendered_twice_is_rendered_from_what_was_sent",),
+    ),
+    Mutant(
+        "server_ext/http/turn.py",
+        "        plan.record.cut(plan.num_kept)\n",
+        "",
+        ("tests/http/test_recall.py::test_what_is_recalled_is_what_the_home_has",),
+    ),
+    Mutant(
+        "server_ext/http/recall.py",
+        "session is not None and turn in {None, session.turn + 1}",
+        "session is not None",
+        (
+            "tests/http/test_recall.py::test_a_record_is_taken_once",
+            "tests/http/test_recall.py::test_a_repetition_is_the_home_s_business",
+        ),
     ),
     Mutant(
         "server_ext/http/conductor.py",

@@ -1,16 +1,16 @@
 """The home of sessions on one engine: what API processes and the scheduler may ask of its two tables.
 
-API processes call `handle(op, arg)` with plain dicts. A turn: `load` (render from this; a process that settled the
-turn before may know it) · `begin` (nonce,
-ticket) · the request runs under the nonce, and the scheduler calls `finish` when it ends · `settle`, or
-`abandon`; and `return_ticket` when the reader has answered. The scheduler calls `sweep`, `return_ticket`, and, of
-`leases`, `finish`, `is_open`, `revoke`, `has_tickets` and `release_all` directly.
+API processes call `handle(op, arg)` with plain dicts. A turn: `load` (render from this; who settled the turn before may
+know it) · `begin` (nonce, ticket) · the request runs under the nonce, and the scheduler calls `finish` when it ends ·
+`settle`, or `abandon`; and `return_ticket` when the reader has answered. The scheduler calls `sweep`,
+`return_ticket`, and, of `leases`, `finish`, `is_open`, `revoke`, `has_tickets` and `release_all` directly.
 
 Every operation's result has `info`, the `bidikv` object of the wire (`cache` null), unless said otherwise; or
 only `error`, the error object of the wire, with nothing changed. Pure; may import the standard library,
 `bidikv_sdk.{wire, prefix}` and its neighbours. Long, because all operations stand in one place.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -95,7 +95,9 @@ class Home:
             new_ticket_id=lambda: TICKET_ID_PREFIX + new_nonce(),
             order=order,
         )
-        self._sessions = SessionTable(settings, on_drop=self._forget)
+        # 48 bits: any reader of JSON or msgpack can count on from there.
+        first_revision = int(hashlib.sha256(incarnation.encode()).hexdigest()[:12], 16)
+        self._sessions = SessionTable(settings, on_drop=self._forget, first_revision=first_revision)
         # Closed on purpose: what comes in names an operation, never an attribute.
         self._ops: dict[str, Callable[..., dict[str, Any]]] = {
             "open": self.open,

@@ -37,15 +37,19 @@ class SessionTable:
     Args:
         settings: limits and times.
         on_drop: called with the key of each session that is dropped, for whatever reason, and with `now_s`.
+        first_revision: of histories; a table that takes another's place begins elsewhere, so that none of its
+            histories passes for one of that.
     """
 
-    def __init__(self, settings: "HomeSettings", *, on_drop: "Callable[[Key, float], None]") -> None:
+    def __init__(
+        self, settings: "HomeSettings", *, on_drop: "Callable[[Key, float], None]", first_revision: int = 0
+    ) -> None:
         self._settings = settings
         self._on_drop = on_drop
         self._store = SessionStore(max_sessions=settings.max_sessions, max_bytes=settings.max_session_bytes)
         self._running: dict[str, Session] = {}
         """By the nonce of the turn."""
-        self._num_revisions = 0
+        self._last_revision = first_revision
 
     def __len__(self) -> int:
         """Return the number of sessions."""
@@ -339,8 +343,8 @@ class SessionTable:
         self._revise(session)
 
     def _revise(self, session: Session) -> None:
-        self._num_revisions += 1
-        session.revision = self._num_revisions
+        self._last_revision += 1
+        session.revision = self._last_revision
 
     def _touch(self, session: Session, *, now_s: float) -> None:
         session.last_used_s = now_s

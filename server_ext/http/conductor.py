@@ -6,13 +6,14 @@ exactly stock; a shallow copy of it gets an engine client whose `generate` condu
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
 import json
 import time
 import uuid
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from bidikv_sdk.chunks import ChunkSum
@@ -44,6 +45,8 @@ logger = compat.init_logger("vllm.bidikv")
 _DONE = "data: [DONE]\n\n"
 _RECALLED_BYTES: Final = 64 << 20
 _CHANGES_HISTORY: Final = frozenset({"open", "rewind", "end"})
+_OTHER_HISTORY: Final = frozenset({"session_not_found", "turn_conflict"})
+"""How a home refuses a turn whose session is not, or not any more, what it was rendered from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,10 @@ class Conductor:
         self._serving_chat = serving_chat
         self._renderer = TurnRenderer(serving_chat)
         block_size = engine_client.vllm_config.cache_config.block_size
-        self.recall = Recall(max_bytes=_RECALLED_BYTES, max_age_s=settings.home.session_retention_s)
+        home = settings.home
+        max_bytes = min(_RECALLED_BYTES, home.max_session_bytes)
+        self.recall = Recall(max_bytes=max_bytes, max_age_s=home.session_retention_s)
+        self._expiry: asyncio.TimerHandle | None = None
         self._prefill = PrefillClient(settings, block_size=block_size, transport=prefill_transport)
 
     async def run(self, caller: Caller, request: TurnRequest, raw_request: Any) -> dict[str, Any] | AsyncIterator[str]:
@@ -142,9 +148,11 @@ class Conductor:
         Raises:
             Refused: as `HomeClient.call`.
         """
-        if op in _CHANGES_HISTORY:
-            self.recall.forget(caller.key)
-        return await self.home.call(op, {**caller.session, **arg})
+        try:
+            return await self.home.call(op, {**caller.session, **arg})
+        finally:  # behind the call: a turn that ended before it may have told only now what it left
+            if op in _CHANGES_HISTORY:
+                self.recall.forget(caller.key)
 
     async def _release(self, caller: Caller, info: dict[str, Any]) -> dict[str, Any]:
         """Release the lease of a session whose last turn this was; return what has become of its `bidikv` object."""
@@ -162,12 +170,25 @@ class Conductor:
         record = self.recall.take(caller.key, request.turn)
         if record is None:
             return None
+        # Rendering changes messages in place, and they may have to be rendered again, from another history.
+        own = replace(request, messages=copy.deepcopy(request.messages))
         try:
-            return await self._render_and_begin(caller, request, record)
+            return await self._render_and_begin(caller, own, record)
         except Refused as refused:
-            if refused.info.code == "engine_unavailable":
-                raise
-            return None  # the session has changed meanwhile, or `load` says better what is wrong
+            if refused.info.code in _OTHER_HISTORY:
+                return None
+            self._keep(record)
+            raise
+
+    def _keep(self, record: Session) -> None:
+        self.recall.keep(record, now_s=time.monotonic())
+        if self._expiry is None:
+            self._forget_old()
+
+    def _forget_old(self) -> None:
+        """Drop copies that are due, now and whenever another is: also on a server that nobody calls any more."""
+        wait_s = self.recall.sweep(now_s=time.monotonic())
+        self._expiry = None if wait_s is None else asyncio.get_running_loop().call_later(wait_s, self._forget_old)
 
     async def _render_and_begin(self, caller: Caller, request: TurnRequest, record: Session) -> _Ready:
         told = Transcript(record)
@@ -233,7 +254,7 @@ class Conductor:
             home=self.home,
             prefill=self._prefill,
             renderer=self._renderer,
-            recall=self.recall,
+            keep=self._keep,
             secret=self.settings.secret,
         )
 
@@ -307,7 +328,9 @@ class Conductor:
         return appends
 
     async def close(self) -> None:
-        """Close the connections to P."""
+        """Close the connections to P, and forget all sessions."""
+        if self._expiry is not None:
+            self._expiry.cancel()
         await self._prefill.close()
 
 

@@ -35,7 +35,7 @@ def read_record(key: Key, loaded: Mapping[str, Any]) -> Session:
 
 
 class Recall:
-    """Copies of session records as their last turns left them; those used longest ago go first.
+    """Copies of the records of sessions at rest, as their last turns left them; those used longest ago go first.
 
     Args:
         max_bytes: that they may take together, about.
@@ -62,13 +62,14 @@ class Recall:
         return self.forget(key) if session is not None and turn in {None, session.turn + 1} else None
 
     def keep(self, session: Session, *, now_s: float) -> None:
-        """Keep a record as its turn has left it."""
+        """Keep a record as its turn has left it, unless it is too large."""
         self.forget(session.key)
-        session.last_used_s = now_s
-        session.num_bytes = session.counted_bytes()
+        session.last_used_s, session.num_bytes = now_s, session.counted_bytes()
+        if session.num_bytes > self._max_bytes:
+            return
         self._kept[session.key] = session
         self._num_bytes += session.num_bytes
-        while self._kept and self._is_due(next(iter(self._kept.values())), now_s):
+        while self._num_bytes > self._max_bytes:
             self.forget(next(iter(self._kept)))
 
     def forget(self, key: Key) -> Session | None:
@@ -78,5 +79,12 @@ class Recall:
             self._num_bytes -= session.num_bytes
         return session
 
-    def _is_due(self, oldest: Session, now_s: float) -> bool:
-        return self._num_bytes > self._max_bytes or oldest.last_used_s + self._max_age_s <= now_s
+    def sweep(self, *, now_s: float) -> float | None:
+        """Drop what was not used for too long; return in how many seconds the next is due, None for nothing."""
+        while self._kept:
+            key, oldest = next(iter(self._kept.items()))
+            left_s = oldest.last_used_s + self._max_age_s - now_s
+            if left_s > 0:
+                return left_s
+            self.forget(key)
+        return None

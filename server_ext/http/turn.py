@@ -20,13 +20,12 @@ from server_ext.http.metrics import turn_metrics
 from server_ext.http.prefill_client import PrefillUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
 
     from bidikv_sdk.wire import Outcome, Reason, Route
     from server_ext.core.session_record import Session
     from server_ext.http.home_client import HomeClient
     from server_ext.http.prefill_client import PrefillClient, Prefilled
-    from server_ext.http.recall import Recall
     from server_ext.http.render import Prompt, TurnRenderer
 
 logger = compat.init_logger("vllm.bidikv")
@@ -95,7 +94,7 @@ class Reply:
 
 
 class Turn:
-    """One turn between its begin and its end."""
+    """One turn between its begin and its end; `keep` is told what a settled one has left."""
 
     def __init__(
         self,
@@ -105,7 +104,7 @@ class Turn:
         home: HomeClient,
         prefill: PrefillClient,
         renderer: TurnRenderer,
-        recall: Recall,
+        keep: Callable[[Session], None],
         secret: bytes,
     ) -> None:
         self.plan = plan
@@ -113,7 +112,7 @@ class Turn:
         self._home = home
         self._prefill = prefill
         self._renderer = renderer
-        self._recall = recall
+        self._keep = keep
         self._secret = secret
         self._reply = Reply()
         self._prefilled: Prefilled | None = None
@@ -251,7 +250,7 @@ class Turn:
         plan.record.cut(plan.num_kept)
         plan.record.append(said, kept_ids)
         plan.record.revision = settled["revision"]
-        self._recall.keep(plan.record, now_s=time.monotonic())
+        self._keep(plan.record)
         turn_metrics().observe(cache)
         info = settled["info"]
         info["cache"] = report

@@ -331,6 +331,14 @@ def test_a_turn_may_begin_all_over():
     assert (session.turn, session.first_turn, session.transcript) == (1, 0, [b"", b"all"])
 
 
+def test_tables_that_begin_elsewhere_share_no_revision():
+    """So that no history of a home passes for one of the home before."""
+    one, two = (SessionTable(make_settings(), on_drop=lambda key, now_s: None, first_revision=n) for n in (0, 1 << 40))
+    for sessions in (one, two):
+        converse(sessions)
+    assert one.get(ALICE).revision != two.get(ALICE).revision
+
+
 def test_a_turn_rendered_from_a_history_of_before_does_not_start():
     """Whatever changed the history meanwhile, the caller must load it again."""
     sessions, _ = make_sessions()

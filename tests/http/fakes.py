@@ -138,7 +138,8 @@ class FakeEngine:
     """An engine client: the control channel leads to a real home, and `generate` follows `script`.
 
     `requests` are the (prompt ids, sampling parameters, session id) that it got. `fail_op` and `delay_op` are ops whose
-    control call fails, or waits for `delay`.
+    control call fails, or waits for `delay`; of `delay_reply_op` the reply waits, and as the engine's replies come in
+    order, all later ones with it.
     """
 
     def __init__(self, vllm_config: Any, renderer: Any) -> None:
@@ -156,7 +157,7 @@ class FakeEngine:
         self.script = Script()
         self.requests: list[tuple[list[int], Any, str | None]] = []
         self.ops: list[tuple[str, dict[str, Any]]] = []
-        self.fail_op = self.delay_op = ""
+        self.fail_op = self.delay_op = self.delay_reply_op = ""
         self.delay = asyncio.Event()
         self.num_delayed = self.num_aborted = 0
 
@@ -188,7 +189,11 @@ class FakeEngine:
             raise RuntimeError(msg)
         self.ops.append((op, arg))
         identity = {"fingerprint": "model"} if op == "begin" else {}
-        return self.home.handle(op, arg | identity, now_s=self.now_s) | identity
+        reply = self.home.handle(op, arg | identity, now_s=self.now_s) | identity
+        if self.delay_reply_op and (op == self.delay_reply_op or self.num_delayed):
+            self.num_delayed += 1
+            await self.delay.wait()
+        return reply
 
     def ops_named(self, op: str) -> list[dict[str, Any]]:
         """Return the arguments of all calls of an op."""

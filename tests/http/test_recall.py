@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from array import array
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from bidikv_sdk.wire import ErrorInfo
 from server_ext.core.session_record import Session
 from server_ext.http.recall import Recall, read_record
 
-from .fakes import Script, settled, turn_body, until
+from .fakes import Script, make_settings, settled, turn_body, until
 
 pytestmark = pytest.mark.filterwarnings("ignore:max_tokens is deprecated")
 
@@ -20,10 +21,10 @@ CHAT = "/v1/chat/completions"
 KEY = ("", "s")
 
 
-async def run_turn(client, turn, text="Hi", *, key=None, **fields):
-    """Run one turn of session s."""
+async def run_turn(client, turn, text="Hi", *, key=None, path=TURNS, **fields):
+    """Run one turn, of session s by default."""
     headers = {"Idempotency-Key": key} if key else {}
-    return await client.post(TURNS, json=turn_body(turn, text, **fields), headers=headers)
+    return await client.post(path, json=turn_body(turn, text, **fields), headers=headers)
 
 
 def code_of(reply):
@@ -114,8 +115,9 @@ def test_an_owner_s_own_change_is_known(stack):
             assert (await client.post(path, json=body)).status_code == 200
             assert len(recall) == 0
             number = len(stack.engine.ops)
-            await run_turn(client, 2)
+            reply = await run_turn(client, 2)
             assert ops_since(stack, number)[:1] != ["begin"]
+            assert reply.status_code == (404 if path.endswith("end") else 200)
             await client.post("/v1/sessions/s/end", json={})
 
     stack.run(scenario)
@@ -178,7 +180,90 @@ def test_an_engine_that_does_not_answer_is_asked_once(stack):
         stack.engine.delay_op = "begin"
         assert code_of(await run_turn(client, 2)) == "engine_unavailable"
         assert (stack.engine.num_delayed, ops_since(stack, number)) == (1, [])
+        stack.engine.delay_op = ""
         stack.engine.delay.set()
+        await settled()
+        assert ops_since(stack, number) == ["begin", "abandon"]
+        assert (await run_turn(client, 2)).status_code == 200
+
+    stack.run(scenario)
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"where": "there"}'}}
+
+
+def test_what_cannot_be_rendered_is_refused_once(stack):
+    """A delta that is too long says so, and leaves what is known as it was; tool calls in it stay what they are."""
+
+    async def scenario(client):
+        await run_turn(client, 1)
+        number = len(stack.engine.ops)
+        delta = [
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "c", "content": "word " * 3000},
+        ]
+        reply = await client.post(TURNS, json={"turn": 2, "messages": delta})
+        assert (code_of(reply), ops_since(stack, number)) == ("context_length_exceeded", [])
+        assert (await run_turn(client, 2)).status_code == 200
+        assert ops_since(stack, number) == ["begin", "settle"]
+
+    stack.run(scenario)
+
+
+@pytest.mark.parametrize("arguments", ['{"where": "there"}', "bad"])
+def test_what_is_rendered_twice_is_rendered_from_what_was_sent(stack, arguments):
+    """Rendering changes messages in place; a whole history with tool calls opens the session that is gone anew."""
+    call = {**CALL, "function": {"name": "look", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "Look there."},
+        {"role": "assistant", "content": None, "reasoning_content": "So I shall.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "Nothing."},
+    ]
+
+    async def scenario(client):
+        await run_turn(client, 1)
+        home_of(stack, "end")
+        number = len(stack.engine.ops)
+        again = (await client.post(CHAT, json={"messages": messages, "session_id": "s"})).json()
+        assert ops_since(stack, number) == ["begin", "load", "begin", "settle"]
+        assert again["bidikv"]["turn"] == 1
+        other = (await client.post(CHAT, json={"messages": messages, "session_id": "other"})).json()
+        assert other["bidikv"]["turn"] == 1
+        prompts = [ids for ids, _params, _nonce in stack.engine.requests]
+        assert prompts[-1] == prompts[-2]
+
+    stack.run(scenario)
+
+
+def test_a_session_that_ends_while_its_turn_does_is_not_remembered(stack):
+    """The home has settled the turn, and is asked to end the session before the turn knows that it was settled."""
+    recall = stack.app.state.bidikv_conductor.recall
+
+    async def scenario(client):
+        await run_turn(client, 1)
+        stack.engine.delay_reply_op = "settle"
+        turn = asyncio.ensure_future(run_turn(client, 2))
+        await until(lambda: stack.engine.num_delayed == 1)
+        ending = asyncio.ensure_future(client.post("/v1/sessions/s/end", json={}))
+        await until(lambda: ops_since(stack, 0)[-1] == "end")
+        stack.engine.delay.set()
+        assert (await turn).status_code == 200
+        assert (await ending).status_code == 200
+        assert len(recall) == 0
+
+    stack.run(scenario)
+
+
+def test_prompts_are_forgotten_on_a_server_that_nobody_calls_any_more(stack):
+    """Behind their retention, without another turn."""
+    stack.configure(home=replace(make_settings().home, session_retention_s=0.05, max_ttl_s=0.05, default_ttl_s=0.05))
+    recall = stack.app.state.bidikv_conductor.recall
+
+    async def scenario(client):
+        await run_turn(client, 1)
+        await run_turn(client, 1, path="/v1/sessions/t/turns")
+        assert len(recall) == 2
+        await until(lambda: len(recall) == 0)
 
     stack.run(scenario)
 
@@ -221,7 +306,7 @@ def test_a_record_is_taken_once():
 
 
 def test_those_used_longest_ago_make_room():
-    """The bound is on bytes; one that is too large alone is not kept, and drops the others."""
+    """The bound is on bytes; one that is too large alone is not kept, and costs no other its place."""
     recall = Recall(max_bytes=20_000, max_age_s=60)
     for name in "abc":
         recall.keep(record_of(("", name), text=b"x" * 4_000, num_ids=500), now_s=0)
@@ -229,15 +314,16 @@ def test_those_used_longest_ago_make_room():
     assert [recall.take(("", name), None) is not None for name in "bac"] == [False, True, True]
     for name in "bc":
         recall.keep(record_of(("", name)), now_s=0)
-    recall.keep(record_of(("", "a"), text=b"x" * 20_000), now_s=0)
-    assert len(recall) == 0
+    recall.keep(record_of(("", "c"), text=b"x" * 20_000), now_s=0)
+    assert [recall.take(("", name), None) is not None for name in "bc"] == [True, False]
 
 
 def test_what_was_not_used_for_too_long_is_dropped():
-    """When another turn ends."""
+    """Each when it is due; it is told when the next one is."""
     recall = Recall(max_bytes=100_000, max_age_s=60)
     recall.keep(record_of(("", "a")), now_s=0)
-    recall.keep(record_of(("", "b")), now_s=59.9)
-    assert len(recall) == 2
-    recall.keep(record_of(("", "c")), now_s=60)
-    assert [recall.take(("", name), None) is not None for name in "abc"] == [False, True, True]
+    recall.keep(record_of(("", "b")), now_s=50)
+    recall.keep(record_of(("", "c")), now_s=55)
+    assert (recall.sweep(now_s=59), len(recall)) == (1, 3)
+    assert (recall.sweep(now_s=60), len(recall)) == (50, 2)
+    assert (recall.sweep(now_s=115), len(recall)) == (None, 0)

@@ -576,7 +576,8 @@ def test_a_control_call_that_fails(stack, op, stream):
 
     async def scenario(client):
         await run_turn(client, 1)
-        await client.post("/v1/sessions/s/rewind", json={"turn": 1})  # so that the next turn asks the home
+        if op == "load":  # which a turn needs only where the history may have changed
+            await client.post("/v1/sessions/s/rewind", json={"turn": 1})
         stack.engine.fail_op = op
         reply = await run_turn(client, 2, stream=stream)
         if stream and op == "settle":
