@@ -142,7 +142,7 @@ TICKETS_REFUSED: Final = Metric(
     "counter",
     "bidikv_tickets_refused_total",
     "Tickets that a prefill node did not use, by what was wrong with them.",
-    *_by("reason", *REFUSAL_REASONS, "ticket_late"),
+    *_by("reason", *REFUSAL_REASONS),
 )
 
 READER: Final = (TICKETS_REFUSED,)

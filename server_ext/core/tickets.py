@@ -38,8 +38,10 @@ Refusal: TypeAlias = Literal[
     "wrong_prompt",
     "wrong_fingerprint",
     "already_used",
+    "ticket_late",
 ]
-"""Why a reader does not use a ticket; stable names, for logs and metrics. `forged` is what `verify` refuses."""
+"""Why a reader does not use a ticket; stable names, for logs and metrics. `forged` is what `verify` refuses, and
+`ticket_late` tells that the reader's turn came too late for it; all others are found by `check_ticket`."""
 
 REFUSAL_REASONS: "Final[Mapping[Refusal, Reason]]" = MappingProxyType(
     {
@@ -50,6 +52,7 @@ REFUSAL_REASONS: "Final[Mapping[Refusal, Reason]]" = MappingProxyType(
         "wrong_prompt": "read_failed",
         "wrong_fingerprint": "model_changed",
         "already_used": "read_failed",
+        "ticket_late": "ticket_late",
     }
 )
 """The wire's reason of each refusal."""

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
 
-    from bidikv_sdk.wire import Reason
     from server_ext.core.tickets import Refusal
     from server_ext.engine.settings import EngineSettings
 
@@ -103,7 +102,7 @@ class PrefillScheduler(compat.NixlPullConnectorScheduler):
         given = request.kv_transfer_params
         params = request.kv_transfer_params = verify(given, self._secret)
         if params is None and given is not None:
-            self._note_refusal(request, "forged")
+            self._count_refusal(request, "forged")
             self._forged.add(request.request_id)
         elif params is not None:
             read = self._reads[request.request_id] = Read(time.perf_counter(), self.identity.fingerprint)
@@ -120,16 +119,19 @@ class PrefillScheduler(compat.NixlPullConnectorScheduler):
             seen_ids=self._seen_tickets,
         )
         if refusal is not None:
-            self._note_refusal(request, refusal)
-            read.reason, read.refusal = REFUSAL_REASONS[refusal], refusal
-            params["remote_block_ids"] = None
+            self._refuse(request, read, refusal)
             return
         read.ttl_s = params["bidikv_ttl_s"]
         self._seen_tickets[params["remote_request_id"]] = None
         if len(self._seen_tickets) > _MAX_SEEN_TICKETS:
             self._seen_tickets.popitem(last=False)
 
-    def _note_refusal(self, request: compat.Request, refusal: Refusal) -> None:
+    def _refuse(self, request: compat.Request, read: Read, refusal: Refusal) -> None:
+        self._count_refusal(request, refusal)
+        read.reason, read.refusal = REFUSAL_REASONS[refusal], refusal
+        request.kv_transfer_params["remote_block_ids"] = None
+
+    def _count_refusal(self, request: compat.Request, refusal: Refusal) -> None:
         logger.warning("Ticket of %s refused: %s; its prompt is computed instead.", request.request_id, refusal)
         self._counts.add(metrics.TICKETS_REFUSED, refusal)
 
@@ -146,11 +148,9 @@ class PrefillScheduler(compat.NixlPullConnectorScheduler):
                 read.fetched_tokens = 0
             return 0, False
         if params.get("remote_block_ids"):
-            read.reason = self._why_not_any_more(read)
-            if read.reason is not None:
-                late = read.reason == "ticket_late"
-                self._counts.add(metrics.TICKETS_REFUSED, "ticket_late" if late else "wrong_fingerprint")
-                params["remote_block_ids"] = None
+            read.reason = None
+            if (refusal := self._why_not_any_more(read)) is not None:
+                self._refuse(request, read, refusal)
         num_tokens, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if not num_tokens and read.reason is None and params.get("remote_block_ids"):
             # Stock's threshold, or P's own prefix already covers the ticket.
@@ -158,9 +158,9 @@ class PrefillScheduler(compat.NixlPullConnectorScheduler):
             read.reason = None if covered else "below_threshold"
         return num_tokens, is_async
 
-    def _why_not_any_more(self, read: Read) -> Reason | None:
+    def _why_not_any_more(self, read: Read) -> Refusal | None:
         if read.fingerprint != self.identity.fingerprint:
-            return "model_changed"
+            return "wrong_fingerprint"
         return "ticket_late" if read.is_late(time.perf_counter()) else None
 
     def update_state_after_alloc(
