@@ -187,10 +187,13 @@ class Fleet:
 
     def _choose(self) -> PrefillEngine:
         """Return the shorter queue of two: nearly as good as the shortest of all, and as cheap for many."""
-        prefills = self.prefills
-        if len(prefills) == 1:
+        prefills, draw = self.prefills, self._random.random
+        num_others = len(prefills) - 1
+        if not num_others:
             return prefills[0]
-        one, two = self._random.sample(prefills, 2)
+        # Two different ones; `sample` takes ten times as long.
+        first, second = int(draw() * (num_others + 1)), int(draw() * num_others)
+        one, two = prefills[first], prefills[second + (second >= first)]
         return one if one.free_s() <= two.free_s() else two
 
     def _ready(self, turn: Turn) -> None:
