@@ -1,6 +1,6 @@
 """Makes the tables of `docs/simulate.md` anew: runs `bidikv simulate` for each, and puts its figures into the page.
 
-Takes some twenty minutes of one core; `--processes` tables are made beside each other. What the page says about them is
+Takes some ten minutes of one core; `--processes` tables are made beside each other. What the page says about them is
 written by hand: read it again.
 """
 

@@ -328,7 +328,7 @@ class Conductor:
         return appends
 
     async def close(self) -> None:
-        """Close the connections to P, and forget all sessions."""
+        """Close the connections to P, and look after no copies any more."""
         if self._expiry is not None:
             self._expiry.cancel()
         await self._prefill.close()

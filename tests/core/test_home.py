@@ -389,6 +389,17 @@ def test_a_turn_of_a_full_history_replaces_what_it_does_not_continue():
     assert settled["revision"] == home.handle("load", {**KEY, "turn": 3}, now_s=0)["revision"]
 
 
+def test_a_history_of_another_life_is_never_this_one():
+    """A session that was opened again in the engine's next life has other revisions, though as many changes."""
+    revisions = set()
+    for incarnation in ("life 1", "life 2"):
+        pool = FakePool()
+        home = make_home(pool, incarnation=incarnation)
+        run_turn(home, pool, turn=1, ids=some_ids(10))
+        revisions.add(home.handle("load", {**KEY, "turn": 2}, now_s=0)["revision"])
+    assert len(revisions) == 2
+
+
 # ---------------------------------------------------------------- the scheduler
 
 
