@@ -263,7 +263,8 @@ def test_prompts_are_forgotten_on_a_server_that_nobody_calls_any_more(stack):
         await run_turn(client, 1)
         await run_turn(client, 1, path="/v1/sessions/t/turns")
         assert len(recall) == 2
-        await until(lambda: len(recall) == 0)
+        async with asyncio.timeout(10):  # so that it fails, and does not hang
+            await until(lambda: len(recall) == 0)
 
     stack.run(scenario)
 
