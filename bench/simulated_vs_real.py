@@ -1,9 +1,10 @@
-"""The simulator against two real engines: the same sessions, the same seed, and rates measured before.
+"""The simulator against two real engines: the same sessions, the same seed, and rates measured around them.
 
 It starts one P and one D with SmolLM2, measures their rates as `bidikv rates` does, replays planned sessions on them
-several at a time, simulates the same plan with the measured rates, and prints both sides. Nothing of the replay goes
-into the rates. P's own prefix cache never hits here, so that turns fetch all of their history; the pool is small and
-leases live shorter than some gaps, so that turns also lose it.
+several at a time, measures the rates again, simulates the same plan with the rates that explain both measurements, and
+prints both sides. Nothing of the replay goes into the rates; they are measured on either side of it because a machine
+with noisy neighbours is not the same half an hour later. P's own prefix cache never hits here, so that turns fetch all
+of their history; the pool is small and leases live shorter than some gaps, so that turns also lose it.
 
     python -m bench.simulated_vs_real [--seeds 1] [--json out/simulated_vs_real.json] [--add]
 """
@@ -100,14 +101,13 @@ def main() -> int:
     with running_stack(
         config, state_dir, lambda p: console.print(f"{p.elapsed_s:5.0f} s  {p.role:8} {p.stage}")
     ) as stack:
-        rates, runs, raw = asyncio.run(measure(stack.url, args))
+        runs, samples = asyncio.run(measure(stack.url, args))
     report = {
         "versions": versions(),
         "ttl_s": TTL_S,
         "budget_fraction": BUDGET,
         "workload": asdict(WORKLOAD),
-        "rates": rates.to_json(),
-        "samples": raw,
+        "samples": samples,
         "runs": runs,
     }
     path = Path(args.json)
@@ -132,36 +132,55 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-async def measure(url: str, args: argparse.Namespace) -> tuple[FleetRates, list[Any], dict[str, Any]]:
-    """Return the rates, both sides of every plan, and the samples of the rates."""
+async def measure(url: str, args: argparse.Namespace) -> tuple[list[Any], list[Any]]:
+    """Return both sides of every plan, and the samples of the rates before the first plan and after each."""
     async with (
         httpx.AsyncClient(trust_env=False, timeout=600) as http_client,
         AsyncBidiKV(f"{url}/v1", http_client=http_client) as client,
     ):
-        measured = Measurement(client, LONGEST_TOKENS, 1, lambda text: console.print(f"rates: {text}"))
-        await measured.run()
-        pool_tokens = measured.said[-1].pool.total_blocks * measured.block_size
-        shape = Shape(
-            model="smollm2-135m",
-            source=f"measured with prompts of up to {LONGEST_TOKENS} tokens",
-            kv_bytes_per_token=KV_CACHE_BYTES // pool_tokens,
-            max_context_tokens=CONTEXT_TOKENS,
-            pool_tokens=pool_tokens,
-            step_tokens=STEP_TOKENS,
-        )
-        rates = fit_rates(shape, measured.turns, measured.decodes, measured.besides)
-        console.print(rates.to_json())
+        measured = [await measurement(client)]
         overheads = await overhead(client)
         runs = []
         for seed in map(int, args.seeds.split(",")):
-            plan = planned(args, seed, rates)
+            plan = planned(args, seed, fitted(measured[-1:]))
             num_turns = sum(len(session.turns) for session in plan)
             console.print(f"seed {seed}: {len(plan)} sessions, {num_turns} turns")
             started_s = time.perf_counter()
             rows = await replay(client, plan, overheads)
             took_s = time.perf_counter() - started_s
-            runs.append(compare(seed, plan, rows, simulated(rates, plan), took_s))
-    return rates, runs, measured.raw()
+            measured.append(await measurement(client))
+            rates = fitted(measured[-2:])
+            runs.append(compare(seed, plan, rows, simulated(rates, plan), took_s) | {"rates": rates.to_json()})
+    return runs, [one.raw() for one in measured]
+
+
+async def measurement(client: AsyncBidiKV) -> Measurement:
+    """Return what `bidikv rates` measures on idle engines."""
+    measured = Measurement(client, LONGEST_TOKENS, 1, lambda text: console.print(f"rates: {text}"))
+    await measured.run()
+    return measured
+
+
+def fitted(measured: list[Measurement]) -> FleetRates:
+    """Return the rates that explain all samples of some measurements of the same engines."""
+    last = measured[-1]
+    pool_tokens = last.said[-1].pool.total_blocks * last.block_size
+    shape = Shape(
+        model="smollm2-135m",
+        source=f"measured with prompts of up to {LONGEST_TOKENS} tokens",
+        kv_bytes_per_token=KV_CACHE_BYTES // pool_tokens,
+        max_context_tokens=CONTEXT_TOKENS,
+        pool_tokens=pool_tokens,
+        step_tokens=STEP_TOKENS,
+    )
+    rates = fit_rates(
+        shape,
+        [one for part in measured for one in part.turns],
+        [one for part in measured for one in part.decodes],
+        [one for part in measured for one in part.besides],
+    )
+    console.print(rates.to_json())
+    return rates
 
 
 async def overhead(client: AsyncBidiKV) -> tuple[int, int]:
