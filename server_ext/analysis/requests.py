@@ -2,7 +2,7 @@
 
 A prompt is a list of chunk ids. A chunk stands for about `CHUNK_TOKENS` tokens, and its id for everything up to
 its end: ids are chained, so where two prompts have the same id at a position, they are the same up to there.
-Ids hold within one process only. Contents are never kept.
+Ids hold within one process only. Of contents only hashes are kept, unless cache misses are to quote them.
 """
 
 from array import array
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from hashlib import blake2b
-from typing import Final
+from typing import Final, NamedTuple
 
 CHUNK_TOKENS: Final = 64
 """The blocks of the published traces; also a usual block of engines. Finer is slower and changes little."""
@@ -122,14 +122,23 @@ def chain_blocks(block_hashes: Sequence[object], block_size: int, num_tokens: in
     return ids
 
 
-def tail_of(request: Request) -> bytes:
-    """Return the bytes of a prompt that no full chunk covers."""
-    return request.data[len(request.chunk_ids) * _CHUNK_BYTES :]
+class Tail(NamedTuple):
+    """The bytes of a prompt that no full chunk covers: how many, and a hash of them; like chunk ids, of one process."""
+
+    num_bytes: int
+    hash: int
 
 
-def continues(request: Request, num_chunks: int, tail: bytes) -> bool:
+def tail_of(request: Request) -> Tail:
+    """Return what stands for the bytes of a prompt that no full chunk covers."""
+    data = request.data[len(request.chunk_ids) * _CHUNK_BYTES :]
+    return Tail(len(data), hash(data))
+
+
+def continues(request: Request, num_chunks: int, tail: Tail) -> bool:
     """Return whether a prompt goes on, after its first `num_chunks` chunks, with the tail of another one."""
-    return not tail or request.data.startswith(tail, num_chunks * _CHUNK_BYTES)
+    start = num_chunks * _CHUNK_BYTES
+    return not tail.num_bytes or hash(request.data[start : start + tail.num_bytes]) == tail.hash
 
 
 def num_shared_chunks(a: "array[int]", b: "array[int]") -> int:

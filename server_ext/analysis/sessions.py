@@ -16,7 +16,7 @@ from .attic import Attic
 from .misses import Miss, explain
 from .openai import part_fingerprint
 from .problems import Problems
-from .requests import CHUNK_TOKENS, Kind, Part, Request, continues, num_shared_chunks, tail_of
+from .requests import CHUNK_TOKENS, Kind, Part, Request, Tail, continues, num_shared_chunks, tail_of
 from .turns import Turn
 
 MAX_STATE_BYTES: Final = 2 << 20
@@ -58,7 +58,7 @@ class Held:
     system_mask: int
     texts: list[bytes] | None
     """The parts themselves, only where contents are to be shown."""
-    tail: bytes = b""
+    tail: Tail
     """What no chunk of the prompt covers."""
     num_bytes: int = 0
 
@@ -247,9 +247,9 @@ class Sessions:
             turn_ends=ends,
             system_mask=_system_mask(parts),
             texts=[part.raw for part in parts] if self._keep_texts else None,
+            tail=tail_of(request),
         )
         if request.session_id is None:
-            new.tail = tail_of(request)
             self._index(key, request)
         new.num_bytes = new.count_bytes()
         self._held.put(key, new)

@@ -1,5 +1,8 @@
+import pickle
+
 import pytest
 
+from server_ext.analysis.attic import Attic
 from tests.analysis.logs import SYSTEM, TOOLS, assistant, chat, growing, ids, tool, turns_of, user
 
 
@@ -141,3 +144,17 @@ def test_conversations_without_ids_are_bounded(monkeypatch):
     turns, problems = turns_of([*lines, again])
     assert shape(turns)[-1] == ("prefix-6", 1)
     assert problems.counts["forgotten_session"] == 3
+
+
+def test_no_content_is_remembered(monkeypatch):
+    """What may go to disk of a prompt has none of its bytes, those that no full chunk covers neither."""
+    kept, put = [], Attic.put
+
+    def watch(attic, key, held):
+        kept.append(pickle.dumps(held))
+        put(attic, key, held)
+
+    monkeypatch.setattr(Attic, "put", watch)
+    turns_of([{"prompt": "the secret is 41", "timestamp": 1}, chat([user("the secret is 42")], session=None)])
+    assert len(kept) == 2
+    assert not any(b"secret" in one for one in kept)
