@@ -139,6 +139,8 @@ def explain(held: "Held", request: "Request", shared_tokens: int, *, is_reply_ke
         return None
     if request.model != held.model:
         return Miss("model_switched", "model", 0, held.num_context_tokens, request.where)
+    if not (held.has_content and request.has_content):
+        return None  # it may repeat all or nothing: such a log does not tell
     if held.hashes and request.parts:
         return _explain_parts(held, request, shared_tokens, lost, is_reply_kept=is_reply_kept)
     if lost < CHUNK_TOKENS + held.num_output_tokens:

@@ -178,7 +178,7 @@ def analyze(
         else:
             held = holding.best.held_by_row
         ttft, savings = ask_ttft(replayed, held, limits)
-        verdict = judge(savings, holding, limits)
+        verdict = judge(savings, holding, limits, num_without_content=problems.counts["no_content"])
         found_names = names.find([one["number"] for one in verdict.sessions])
         for one in verdict.sessions:
             one["session"] = found_names[one["number"]]

@@ -83,6 +83,11 @@ class Request:
     is_estimated: bool = False
     """Token counts are guessed from sizes."""
 
+    @property
+    def has_content(self) -> bool:
+        """Whether there is anything to compare with another prompt."""
+        return bool(self.chunk_ids or self.parts or self.data)
+
 
 def chain_bytes(data: bytes) -> "array[int]":
     """Return the chunk ids of a text's bytes; a last, partly filled chunk has none."""

@@ -63,6 +63,11 @@ class Held:
     num_bytes: int = 0
 
     @property
+    def has_content(self) -> bool:
+        """As `Request.has_content`."""
+        return bool(self.chunk_ids or self.hashes or self.tail.num_bytes)
+
+    @property
     def num_context_tokens(self) -> int:
         """Prompt and answer: what a decode engine holds when the turn has ended."""
         return self.num_prompt_tokens + self.num_output_tokens
@@ -165,6 +170,8 @@ class Sessions:
             self._problems.add("no_time", where)
         if request.is_estimated:
             self._problems.add("estimated_tokens", where)
+        if request.num_prompt_tokens and not (request.has_content or request.is_delta):
+            self._problems.add("no_content", where)
         turn = Turn(
             session=self.num_sessions,
             turn=1,
@@ -285,6 +292,7 @@ def _is_same(held: Held, request: Request) -> bool:
         and held.num_prompt_tokens == request.num_prompt_tokens
         and not request.is_delta
         and held.chunk_ids == request.chunk_ids
+        and held.tail == tail_of(request)
         and held.hashes == [part.hash for part in request.parts]
     )
 
@@ -298,6 +306,9 @@ def _shared_tokens(held: Held, request: Request) -> tuple[int, bool]:
     if is_whole and request.parts and held.hashes:
         num_parts = len(held.hashes)
         is_whole = held.hashes == [part.hash for part in request.parts[:num_parts]]
+    elif is_whole:
+        # Two prompts of which nothing is told have no chunks in common either.
+        is_whole = held.has_content and continues(request, num_chunks, held.tail)
     if not is_whole:
         shared = int(num_chunks * request.tokens_per_chunk)
         return min(shared, held.num_prompt_tokens, request.num_prompt_tokens), False

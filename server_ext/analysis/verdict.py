@@ -58,11 +58,17 @@ class Verdict:
         return {**asdict(self), "headline": self.headline}
 
 
-def judge(savings: Savings, holding: Holding, limits: Limits) -> Verdict:
-    """Decide."""
+def judge(savings: Savings, holding: Holding, limits: Limits, *, num_without_content: int = 0) -> Verdict:
+    """Decide; of all turns `num_without_content` do not tell what is in their prompts."""
     shares = {name: _worth_it_share(savings, name) for name in savings.gains}
     decisions = {name: _decide(share) for name, share in shares.items()}
     decision, turns = decisions[savings.basis], savings.num_turns
+    reasons = _reasons(savings, holding, limits, shares[savings.basis], decisions)
+    if num_without_content:
+        reasons.append(
+            f"{num_without_content:,} turns do not tell what is in their prompts and count as repeating nothing: "
+            "log messages, text, token ids or block hashes"
+        )
     gain = savings.gains[savings.basis]
     is_worth_it = (gain >= WORTH_IT) & (turns > 0)
     sessions = [
@@ -80,7 +86,7 @@ def judge(savings: Savings, holding: Holding, limits: Limits) -> Verdict:
         decision=decision,
         basis=savings.basis,
         decisions=decisions,
-        reasons=_reasons(savings, holding, limits, shares[savings.basis], decisions),
+        reasons=reasons,
         worth_it_share=shares[savings.basis],
         total_gain=savings.total_gain,
         rule=_rule(savings, is_worth_it) if decision == "adopt for these sessions" else None,

@@ -250,6 +250,15 @@ def test_recommended_settings_without_times():
     assert HomeSettings.from_config(settings) == HomeSettings()
 
 
+def test_lengths_alone_are_no_reason_to_adopt():
+    """Prompts of which only the lengths are told repeat nothing; the verdict says so."""
+    lines = [{"session_id": "u", "timestamp": n, "usage": {"prompt_tokens": 5000 + 1000 * n}} for n in range(1, 9)]
+    report = report_of(lines)
+    assert report.reuse.total_held_share == 0
+    assert report.verdict.decision == "do not bother"
+    assert any("8 turns do not tell what is in their prompts" in reason for reason in report.verdict.reasons)
+
+
 def test_do_not_bother_with_short_prompts():
     """Histories below the break-even length: nothing to gain, nothing to set."""
     verdict = report_of(growing([64, 128, 192, 256], [0, 10, 20, 30])).verdict

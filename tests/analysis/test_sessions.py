@@ -158,3 +158,50 @@ def test_no_content_is_remembered(monkeypatch):
     turns_of([{"prompt": "the secret is 41", "timestamp": 1}, chat([user("the secret is 42")], session=None)])
     assert len(kept) == 2
     assert not any(b"secret" in one for one in kept)
+
+
+USAGE = {"session_id": "u", "duration_s": 0.5}
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [{**USAGE, "timestamp": n, "usage": {"prompt_tokens": 5000 + 1000 * n}} for n in (1, 2)],
+        [{**USAGE, "timestamp": n, "messages": [], "usage": {"prompt_tokens": 5000 + 1000 * n}} for n in (1, 2)],
+        [{"session_id": "u", "timestamp": n, "input_length": 5000 + n, "output_length": 9} for n in (1000, 2000)],
+    ],
+)
+def test_lengths_alone_repeat_nothing(lines):
+    """Nothing is invented where a log tells how long prompts are but not what is in them; it is counted."""
+    turns, problems = turns_of(lines)
+    (_, _, first_miss), (_, second, second_miss) = turns
+    assert (second.turn, second.shared_tokens, second.repeated_tokens) == (2, 0, 0)
+    assert (first_miss, second_miss) == (None, None)
+    assert problems.counts["no_content"] == 2
+
+
+def test_a_content_after_a_length_alone_repeats_nothing():
+    """What is told of one prompt only cannot be compared, in either order."""
+    told, length = ids(1000, t=5), {**USAGE, "session_id": "s1", "usage": {"prompt_tokens": 700}}
+    for lines in ([{**length, "timestamp": 1}, told], [told, {**length, "timestamp": 1.7e9 + 9}]):
+        turns, problems = turns_of(lines)
+        assert (turns[1][1].shared_tokens, turns[1][2]) == (0, None)
+        assert problems.counts["no_content"] == 1
+
+
+@pytest.mark.parametrize(("again", "shared"), [("x" * 100, 0), ("y" * 100 + "more", 25)])
+def test_prompts_shorter_than_a_chunk_are_compared(again, shared):
+    """Where no chunk is full, the bytes tell whether a prompt goes on with the one before it."""
+    lines = [
+        {"session_id": "u", "timestamp": n, "duration_s": 0.1, "prompt": text}
+        for n, text in enumerate(["y" * 100, again])
+    ]
+    turns, _ = turns_of(lines)
+    assert turns[1][1].shared_tokens == shared
+
+
+def test_prompts_shorter_than_a_chunk_are_not_duplicates():
+    """Two short prompts of the same length at the same time are two requests."""
+    turns, problems = turns_of([{"session_id": "u", "timestamp": 1, "prompt": text} for text in ("yes?", "no??")])
+    assert len(turns) == 2
+    assert "duplicate_request" not in problems.counts
