@@ -152,6 +152,8 @@ class Replay:
         memory = node.memory
         while (leased := memory.leased_tokens) and clock_s < now_s:
             until_s = min(now_s, clock_s + step_s)
+            if until_s <= clock_s:
+                until_s = now_s  # so far from 0 a step is less than the clock can tell
             seen.leased_token_s += leased * (until_s - clock_s)
             clock_s = until_s
             memory.table.sweep(now_s=until_s)

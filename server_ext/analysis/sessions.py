@@ -25,6 +25,10 @@ _MAX_PREFIX_SESSIONS: Final = 20_000
 """Sessions without ids that a request may continue; what they begin with is kept in memory."""
 _MAX_FORWARD_S: Final = 7 * 24 * 3600.0
 _MAX_RECENT_IDS: Final = 20_000
+_MAX_TOKENS: Final = (1 << 30) - 1
+"""Of a prompt, and of an answer: both together are still an int32."""
+_MAX_CONTINUED_CHUNKS: Final = 1 << 17
+"""Ids that are made for a history: 8 million tokens, more than any context; what a log claims beyond has none."""
 _MAX_ALIKE: Final = 64
 """Sessions whose prompts end in the same chunk, that a request is compared with."""
 _SESSION_BYTES: Final = 1_500  # objects and dictionary places of an empty one, about
@@ -205,6 +209,9 @@ class Sessions:
         if request.is_delta and held is not None:
             request.chunk_ids = _continued(held, request)
             request.num_prompt_tokens += held.num_context_tokens
+        # A log may claim any number, and deltas add up.
+        request.num_prompt_tokens = min(max(request.num_prompt_tokens, 0), _MAX_TOKENS)
+        request.num_output_tokens = min(max(request.num_output_tokens, 0), _MAX_TOKENS)
         if request.start_s is None and request.delay_s is not None:
             before_s = held.end_s if held is not None and held.end_s is not None else 0.0
             request.start_s = before_s + request.delay_s
@@ -300,7 +307,7 @@ def _is_same(held: Held, request: Request) -> bool:
 def _shared_tokens(held: Held, request: Request) -> tuple[int, bool]:
     """Return how many tokens of the session's context the prompt repeats, and whether the answer is among them."""
     if request.is_delta:
-        return held.num_context_tokens, True
+        return min(held.num_context_tokens, request.num_prompt_tokens), True
     num_chunks = num_shared_chunks(held.chunk_ids, request.chunk_ids)
     is_whole = num_chunks == len(held.chunk_ids) and request.num_prompt_tokens >= held.num_prompt_tokens
     if is_whole and request.parts and held.hashes:
@@ -334,6 +341,7 @@ def _continued(held: Held, request: Request) -> "array[int]":
     ids = array("q", held.chunk_ids)
     last = ids[-1] if ids else held.number
     num_chunks = (held.num_context_tokens + request.num_prompt_tokens) // CHUNK_TOKENS
+    num_chunks = min(num_chunks, _MAX_CONTINUED_CHUNKS)
     while len(ids) < num_chunks:
         last = hash((last, held.turn, len(ids)))
         ids.append(last)

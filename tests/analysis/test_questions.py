@@ -1,7 +1,13 @@
+from itertools import count
+
+import numpy as np
 import pytest
 
 from server_ext.analysis.memory import make_settings
+from server_ext.analysis.replay import Replay
 from server_ext.analysis.report import NothingToAnalyze
+from server_ext.analysis.turns import ROW
+from server_ext.core.leases import LeaseTable
 from server_ext.core.settings import HomeSettings
 from tests.analysis.logs import chat, growing, ids, limits, report_of, trace, user
 
@@ -132,6 +138,22 @@ def test_turns_that_overlap():
     """A turn that begins before the one before it has ended finds what that one leaves when it is ended early."""
     cell = cells_of(growing([6400, 6464], [0, 5], duration_s=9.0))[1.0, 60.0]
     assert cell.num_whole == 1
+
+
+def test_a_clock_that_a_step_does_not_move(monkeypatch):
+    """So far from 0 that a step is lost in rounding, a replay goes on to the next turn."""
+    calls, sweep = count(), LeaseTable.sweep
+
+    def sweep_few(table, *, now_s):
+        assert next(calls) < 100  # so that it fails, and does not hang
+        return sweep(table, now_s=now_s)
+
+    monkeypatch.setattr(LeaseTable, "sweep", sweep_few)
+    rows = np.zeros(2, dtype=ROW)
+    rows["turn"], rows["prompt"], rows["shared"] = [1, 2], 6400, [0, 6400]
+    rows["start_s"] = rows["end_s"] = [5e16, 5e16 + 1000]  # floats are 8 s apart there, a step is 3.75 s
+    seen = Replay(1.0, 15.0, limits=limits(), num_nodes=1).run(rows)
+    assert seen.reasons == {"lease_expired": 1}
 
 
 def test_sessions_spread_over_decode_nodes():

@@ -1,8 +1,13 @@
 import pickle
+from contextlib import closing
 
 import pytest
 
 from server_ext.analysis.attic import Attic
+from server_ext.analysis.problems import Problems
+from server_ext.analysis.requests import Request
+from server_ext.analysis.sessions import Sessions
+from server_ext.analysis.turns import Spool
 from tests.analysis.logs import SYSTEM, TOOLS, assistant, chat, growing, ids, tool, turns_of, user
 
 
@@ -205,3 +210,31 @@ def test_prompts_shorter_than_a_chunk_are_not_duplicates():
     turns, problems = turns_of([{"session_id": "u", "timestamp": 1, "prompt": text} for text in ("yes?", "no??")])
     assert len(turns) == 2
     assert "duplicate_request" not in problems.counts
+
+
+def deltas(num_tokens, *, number=4):
+    """Rows of one session that claim to bring so many tokens each."""
+    return [
+        Request(where=f"x:{n}", session_id="s", is_delta=True, num_prompt_tokens=num_tokens, num_output_tokens=1 << 31)
+        for n in range(number)
+    ]
+
+
+def test_claims_of_any_length_fit_the_columns():
+    """What a log claims, and what its deltas add up to, is cut to what the columns hold."""
+    with closing(Sessions(Problems())) as sessions, closing(Spool()) as spool:
+        for _, turn, _ in sessions.turns([*deltas(1 << 31), *deltas(-5, number=1)]):
+            spool.append(turn)
+        rows = spool.sample(9)
+    assert rows["prompt"].tolist() == [(1 << 30) - 1] * 5
+    assert rows["held"].tolist() == [0] + [(1 << 31) - 2] * 4
+    assert rows["shared"].tolist() == [0] + [(1 << 30) - 1] * 4
+
+
+def test_ids_of_a_claimed_history_are_bounded(monkeypatch):
+    """A claimed history is not made longer than any context."""
+    monkeypatch.setattr("server_ext.analysis.sessions._MAX_CONTINUED_CHUNKS", 10)
+    requests = deltas(6400)
+    with closing(Sessions(Problems())) as sessions:
+        assert len(list(sessions.turns(requests))) == 4
+    assert [len(request.chunk_ids) for request in requests] == [0, 10, 10, 10]
