@@ -13,6 +13,7 @@ PROBLEMS: Final[dict[str, str]] = {
     "no_prompt": "names a request but tells neither its prompt nor its length; skipped",
     "no_content": "tells no text, ids or full block hashes of its prompt; taken to repeat nothing",
     "no_time": "has no time; left out of gaps and of the replay",
+    "impossible_time": "has a time beyond 3,000 years, or lasts more than a week; that time is taken as not told",
     "duplicate_request": "the same request once more; skipped",
     "clock_backwards": "starts before the turn before it; its gap is not counted",
     "clock_forwards": "starts more than a week after the turn before it; its gap is not counted",

@@ -24,6 +24,7 @@ MAX_STATE_BYTES: Final = 2 << 20
 _MAX_PREFIX_SESSIONS: Final = 20_000
 """Sessions without ids that a request may continue; what they begin with is kept in memory."""
 _MAX_FORWARD_S: Final = 7 * 24 * 3600.0
+_MAX_CLOCK_S: Final = 1e11  # 3,000 years; floats are exact enough up to there
 _MAX_RECENT_IDS: Final = 20_000
 _MAX_TOKENS: Final = (1 << 30) - 1
 """Of a prompt, and of an answer: both together are still an int32."""
@@ -217,11 +218,22 @@ class Sessions:
             request.start_s = before_s + request.delay_s
         elif request.start_s is None and request.is_delta:
             request.start_s = 0.0
+        request.start_s = self._possible(request.start_s, -_MAX_CLOCK_S, _MAX_CLOCK_S, request.where)
+        last_s = _MAX_CLOCK_S if request.start_s is None else request.start_s + _MAX_FORWARD_S
+        request.end_s = self._possible(request.end_s, -_MAX_CLOCK_S, last_s, request.where)
+        request.ttft_s = self._possible(request.ttft_s, 0.0, _MAX_FORWARD_S, request.where)
         if request.end_s is not None and request.start_s is not None and request.end_s < request.start_s:
             request.end_s = None
         if request.end_s is None and request.start_s is not None:
             self._problems.add("estimated_end", request.where)
             request.end_s = request.start_s + request.num_output_tokens * self._decode_s_per_token
+
+    def _possible(self, time_s: float | None, least_s: float, most_s: float, where: str) -> float | None:
+        """Return a time as it is; None where no clock can have shown it, or where it is no number."""
+        if time_s is None or least_s <= time_s <= most_s:
+            return time_s
+        self._problems.add("impossible_time", where)
+        return None
 
     def _gap_s(self, held: Held, request: Request) -> float | None:
         if held.start_s is None or held.end_s is None or request.start_s is None:

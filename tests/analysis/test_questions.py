@@ -1,3 +1,4 @@
+import json
 from itertools import count
 
 import numpy as np
@@ -239,6 +240,15 @@ def test_measured_times_are_shown():
     lines = growing([6400, 7000], [0, 10])
     lines[1]["ttft_ms"] = 1500
     assert report_of(lines).ttft.measured_s["p50"] == pytest.approx(1.5)
+
+
+def test_no_number_of_a_log_is_too_large_for_a_report():
+    """A TTFT that is no number any more in the columns is none, and the report is still JSON."""
+    lines = growing([6400, 7000], [0, 10])
+    lines[1]["ttft_ms"] = 1e45
+    report = report_of(lines)
+    assert report.ttft.measured_s is None
+    assert json.dumps(report.to_json(), allow_nan=False)
 
 
 # ---------------------------------------------------------------- the verdict

@@ -238,3 +238,31 @@ def test_ids_of_a_claimed_history_are_bounded(monkeypatch):
     with closing(Sessions(Problems())) as sessions:
         assert len(list(sessions.turns(requests))) == 4
     assert [len(request.chunk_ids) for request in requests] == [0, 10, 10, 10]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("start_s", 1.7e18),
+        ("start_s", float("nan")),
+        ("delay_s", float("inf")),
+        ("end_s", 1e300),
+        ("end_s", 1.7e9 + 8 * 24 * 3600),
+        ("ttft_s", 1e42),
+        ("ttft_s", -1.0),
+    ],
+)
+def test_times_that_cannot_be(name, value):
+    """A time that no clock shows is counted, and taken as not told."""
+    start_s = None if name == "delay_s" else 1.7e9
+    request = Request(where="x:1", num_prompt_tokens=9, data=b"x", **{"start_s": start_s} | {name: value})
+    problems = Problems()
+    with closing(Sessions(problems)) as sessions:
+        ((_, turn, _),) = sessions.turns([request])
+    assert problems.counts["impossible_time"] == 1
+    if name in {"start_s", "delay_s"}:
+        assert (turn.start_s, turn.end_s, problems.counts["no_time"]) == (None, None, 1)
+    elif name == "end_s":
+        assert turn.end_s == turn.start_s  # estimated
+    else:
+        assert turn.ttft_s is None
