@@ -26,6 +26,11 @@ PROBLEMS: Final[dict[str, str]] = {
 """Every name, and what it means and does."""
 
 
+def printable(text: str) -> str:
+    """Return a text that can be written anywhere: names of files need not be UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 @dataclass(slots=True)
 class Problems:
     """Counts by name of `PROBLEMS`."""
@@ -37,7 +42,8 @@ class Problems:
     def add(self, name: str, where: str) -> None:
         """Count one more."""
         self.counts[name] += 1
-        self.first_seen.setdefault(name, where)
+        if name not in self.first_seen:
+            self.first_seen[name] = printable(where)
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return one object per name, the most frequent first."""

@@ -15,7 +15,7 @@ from typing import Final
 from .attic import Attic
 from .misses import Miss, explain
 from .openai import part_fingerprint
-from .problems import Problems
+from .problems import Problems, printable
 from .requests import CHUNK_TOKENS, Kind, Part, Request, Tail, continues, num_shared_chunks, tail_of
 from .turns import Turn
 
@@ -120,7 +120,7 @@ class Sessions:
         for request in requests:
             if self._is_duplicate_id(request):
                 continue
-            key = self._key(request)
+            key = printable(self._key(request))
             held = self._held.get(key)
             if held is not None and _is_same(held, request):
                 self._problems.add("duplicate_request", request.where)
@@ -128,7 +128,7 @@ class Sessions:
             turn, miss = self._next_turn(held, request)
             self._remember(key, held, request, turn)
             if miss is not None:
-                miss = replace(miss, session=key, turn=turn.turn)
+                miss = replace(miss, session=key, turn=turn.turn, where=printable(miss.where))
             yield key, turn, miss
 
     # ---------------------------------------------------------------- which session

@@ -1,16 +1,21 @@
+import io
 import json
 from itertools import count
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from server_ext.analysis.html import to_html
 from server_ext.analysis.memory import make_settings
+from server_ext.analysis.problems import Problems
 from server_ext.analysis.replay import Replay
-from server_ext.analysis.report import NothingToAnalyze
+from server_ext.analysis.report import NothingToAnalyze, Options, analyze
 from server_ext.analysis.turns import ROW
+from server_ext.cli._analyze_text import show
 from server_ext.core.leases import LeaseTable
 from server_ext.core.settings import HomeSettings
-from tests.analysis.logs import chat, growing, ids, limits, report_of, trace, user
+from tests.analysis.logs import as_lines, chat, growing, ids, limits, report_of, trace, user
 
 KV = 131_072  # bytes a token of the model that the builders take
 
@@ -337,3 +342,16 @@ def test_one_request_alone():
     assert report.verdict.decision == "do not bother"
     assert report.reuse.held_share is None
     assert report.to_json()["holding"]["best"]["num_turns"] == 0
+
+
+def test_names_of_files_that_are_no_text():
+    """A name that is not UTF-8 can be written, as a place and as a session's name."""
+    blocks = [list(range(100)), list(range(200, 300))]
+    requests = [{"t": 9.0 * n, "in": 6400, "out": 0, "hash_ids": hashes} for n, hashes in enumerate(blocks)]
+    lines = as_lines([trace(requests, id=""), "broken {"], "\udcff.jsonl")
+    report = analyze([lines], Problems(), Options(limits=limits(), budgets=(1.0,), ttls_s=(60.0,)))
+    text = io.StringIO()
+    show(report, Console(file=text, width=200))
+    for written in (text.getvalue(), to_html(report), json.dumps(report.to_json(), ensure_ascii=False)):
+        assert rb"\udcff.jsonl" in written.encode().replace(rb"\\", b"\\")
+    assert {one["name"] for one in report.to_json()["input"]["problems"]} >= {"unknown_format"}
