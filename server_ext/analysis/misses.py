@@ -156,6 +156,8 @@ def _explain_parts(
     at = next((i for i, (a, b) in enumerate(zip(held.hashes, new_hashes, strict=False)) if a != b), None)
     if at is None:
         at = min(len(held.hashes), len(new_hashes))
+    if at == len(new_hashes):
+        return None  # a retry, or a step back: all of the new prompt is there
     if at == len(held.hashes):
         if is_reply_kept or not held.num_output_tokens:
             return None
@@ -164,7 +166,7 @@ def _explain_parts(
         cause = _cause_at(held, new_kinds, new_hashes, at, request.num_prompt_tokens)
         region = _region(held.kinds, at)
     old_text = held.texts[at] if held.texts and at < len(held.texts) else None
-    new_text = request.parts[at].raw if held.texts and at < len(request.parts) else None
+    new_text = request.parts[at].raw if held.texts else None
     old_excerpt, new_excerpt = _excerpts(old_text, new_text)
     return Miss(
         cause,
@@ -173,7 +175,7 @@ def _explain_parts(
         lost,
         request.where,
         f"{held.hashes[at]:016x}" if at < len(held.hashes) else None,
-        f"{new_hashes[at]:016x}" if at < len(new_hashes) else None,
+        f"{new_hashes[at]:016x}",
         old_excerpt,
         new_excerpt,
     )
@@ -181,15 +183,15 @@ def _explain_parts(
 
 def _cause_at(held: "Held", new_kinds: list[Kind], new_hashes: list[int], at: int, num_prompt_tokens: int) -> str:
     kind = Kind(held.kinds[at])
-    new_kind = new_kinds[at] if at < len(new_kinds) else None
+    new_kind = new_kinds[at]
     if Kind.TOOL_DEF in {kind, new_kind}:
         return _tools_cause(held, new_kinds, new_hashes)
     if kind == Kind.SYSTEM and new_kind == Kind.SYSTEM:
         return "system_edited"  # the session knows more: see `refine_system`
     is_shorter = len(new_hashes) < len(held.hashes)
-    if new_kind is None or (is_shorter and num_prompt_tokens < _COMPACTED_SHARE * held.num_prompt_tokens):
+    if is_shorter and num_prompt_tokens < _COMPACTED_SHARE * held.num_prompt_tokens:
         # Fewer messages that are all old ones is a window that moved, however much it left out.
-        return "messages_dropped" if new_kind is not None and new_hashes[at] in held.hashes[at + 1 :] else "compacted"
+        return "messages_dropped" if new_hashes[at] in held.hashes[at + 1 :] else "compacted"
     if new_hashes[at] in held.hashes[at + 1 :]:
         return "messages_dropped"
     if held.hashes[at] in new_hashes[at + 1 :]:

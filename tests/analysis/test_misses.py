@@ -82,6 +82,14 @@ def test_appending_is_no_miss():
     assert miss_of(HISTORY, [*HISTORY, assistant("ok"), user("thanks")]) is None
 
 
+@pytest.mark.parametrize("after", [HISTORY, HISTORY[:3]])
+def test_a_retry_is_no_miss(after):
+    """A prompt sent again, or a step back in it, is there to its end, whatever was answered to it."""
+    lines = [chat(HISTORY, output=50), chat(after, t=9, output=50)]
+    turns, _ = turns_of(lines)
+    assert (turns[1][1].turn, turns[1][2]) == (2, None)
+
+
 def test_token_logs_name_the_turn_that_brought_what_changed():
     """Without messages the region is the turn whose text is no longer repeated."""
     lines = growing([640, 1280, 1920], [0, 10, 20])
