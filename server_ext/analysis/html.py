@@ -267,12 +267,14 @@ def _ttft(report: Report) -> str:
     for name, one in ttft.baselines.items():
         for label, key in (("now", "now_s"), ("with reuse", "reuse_s")):
             values = "".join(f"<td class=n>{_p(one[key], p, 's')}</td>" for p in ("p50", "p95", "p99"))
-            rows.append(f"<tr><td>later turns, P's cache {name}</td><td>{label}</td>{values}</tr>")
+            turns = f"{one['num_turns']:,} later turns"
+            rows.append(f"<tr><td>{turns}, P's cache {name}</td><td>{label}</td>{values}</tr>")
     first = "".join(f"<td class=n>{_p(ttft.first_turn_s, p, 's')}</td>" for p in ("p50", "p95", "p99"))
     rows.insert(0, f"<tr><td>first turns</td><td>now and with reuse</td>{first}</tr>")
     if ttft.measured_s is not None:
         values = "".join(f"<td class=n>{_p(ttft.measured_s, p, 's')}</td>" for p in ("p50", "p95", "p99"))
-        rows.append(f"<tr><td>later turns, as the log measured them</td><td>now</td>{values}</tr>")
+        turns = f"{ttft.num_measured:,} later turns"
+        rows.append(f"<tr><td>{turns}, as the log measured them</td><td>now</td>{values}</tr>")
     table = (
         '<div class="card"><h3>Time to first token</h3><div class="scroll"><table><tr><th></th><th></th>'
         f"<th class=n>p50</th><th class=n>p95</th><th class=n>p99</th></tr>{''.join(rows)}</table></div></div>"

@@ -4,7 +4,7 @@ In the limit: from `limits` alone, on idle engines, without queueing.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,18 +13,24 @@ from .limits import Limits
 from .stats import Floats, cdf, quantiles
 from .turns import Rows
 
+NEARLY_ALL: Final = 0.9
+"""Of the later turns, that must tell their cache hits for the log to be a baseline."""
+
 
 @dataclass(frozen=True, slots=True)
 class TtftAnswer:
     """(d) How TTFT would change, in the limit: without queueing, on idle engines."""
 
     first_turn_s: dict[str, float] | None
-    """The same with and without reuse."""
+    """Of a P that has nothing of the session: the same with and without reuse."""
     baselines: dict[str, dict[str, Any]]
     """`cold`, `warm` (and `logged`): what P finds in its own prefix cache now: nothing, the prompt before, or what
-    the log says. Each has `now_s` and `reuse_s` of the later turns, and `speedup`, the ratio per turn."""
+    the log says. Each has `now_s` and `reuse_s` of the later turns, `speedup`, the ratio per turn, and `num_turns`, how
+    many of them tell."""
     measured_s: dict[str, float] | None
     """Of the later turns, where the log tells it."""
+    num_measured: int
+    """How many of them the log times."""
     session_gain: list[tuple[float, float]]
     """Distribution over sessions: part of all TTFT seconds saved, against the basis."""
     curves: dict[str, list[tuple[float, float]]]
@@ -35,7 +41,7 @@ class Savings:
     """What each session would save; the input of the verdict."""
 
     basis: str
-    """The baseline that counts: `logged` where the log tells cache hits, else `cold`."""
+    """The baseline that counts: `logged` where nearly all later turns tell cache hits, else `cold`."""
     gains: dict[str, Floats]
     """By baseline: [num_sessions], part of the session's TTFT seconds saved, first turns included."""
     saved_s: Floats
@@ -80,8 +86,10 @@ def ask_ttft(rows: Rows, held: Any, limits: Limits) -> tuple[TtftAnswer, Savings
     """
     is_later = rows["turn"] > 1
     present = {"cold": np.zeros(len(rows)), "warm": np.where(is_later, rows["repeated"], 0)}
-    if (rows["cached"] >= 0).any():
-        present["logged"] = np.maximum(rows["cached"], 0)
+    is_told = rows["cached"] >= 0
+    if is_later.any() and is_told[is_later].mean() >= NEARLY_ALL:
+        # A first turn that does not tell found nothing, as with the others; a later one is left out.
+        present["logged"] = np.where(is_told, rows["cached"], np.where(is_later, np.nan, 0.0))
     baselines, curves, pairs = {}, {}, {}
     for name, tokens in present.items():
         now, then = pairs[name] = ttft_pair(rows, limits, held, tokens)
@@ -89,13 +97,15 @@ def ask_ttft(rows: Rows, held: Any, limits: Limits) -> tuple[TtftAnswer, Savings
             "now_s": quantiles(now[is_later]),
             "reuse_s": quantiles(then[is_later]),
             "speedup": quantiles((now / np.maximum(then, 1e-9))[is_later]),
+            "num_turns": int((~np.isnan(now[is_later])).sum()),
         }
         curves[f"{name}, now"], curves[f"{name}, with reuse"] = cdf(now[is_later]), cdf(then[is_later])
     savings = _savings(rows, pairs)
     answer = TtftAnswer(
-        first_turn_s=quantiles(now[~is_later]),
+        first_turn_s=quantiles(pairs["cold"][0][~is_later]),
         baselines=baselines,
         measured_s=quantiles(rows["ttft_s"][is_later]),
+        num_measured=int((~np.isnan(rows["ttft_s"][is_later])).sum()),
         session_gain=cdf(savings.gains[savings.basis][savings.num_turns > 0]),
         curves=curves,
     )
@@ -103,6 +113,8 @@ def ask_ttft(rows: Rows, held: Any, limits: Limits) -> tuple[TtftAnswer, Savings
 
 
 def _savings(rows: Rows, pairs: dict[str, tuple[Floats, Floats]]) -> Savings:
+    # A turn that does not tell counts on neither side.
+    pairs = {name: (np.nan_to_num(now), np.nan_to_num(then)) for name, (now, then) in pairs.items()}
     sessions = rows["session"]
     num_turns = np.bincount(sessions)
     gains, saved = {}, {}

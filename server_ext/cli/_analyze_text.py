@@ -118,10 +118,12 @@ def _show_ttft(report: Report, console: Console) -> None:
     table = _table("", "p50", "p95", "p99")
     table.add_row("first turns, now and with reuse", *(_p(ttft.first_turn_s, p, "s") for p in _PERCENTILES))
     for name, one in ttft.baselines.items():
-        table.add_row(f"later turns, P's cache {name}: now", *(_p(one["now_s"], p, "s") for p in _PERCENTILES))
+        label = f"{one['num_turns']:,} later turns, P's cache {name}: now"
+        table.add_row(label, *(_p(one["now_s"], p, "s") for p in _PERCENTILES))
         table.add_row("    with reuse", *(_p(one["reuse_s"], p, "s") for p in _PERCENTILES), style="bold")
     if ttft.measured_s is not None:
-        table.add_row("later turns, as logged", *(_p(ttft.measured_s, p, "s") for p in _PERCENTILES))
+        label = f"{ttft.num_measured:,} later turns, as logged"
+        table.add_row(label, *(_p(ttft.measured_s, p, "s") for p in _PERCENTILES))
     console.print(table)
 
 

@@ -240,11 +240,45 @@ def test_cache_hits_of_the_log_are_the_baseline_that_counts():
     assert report.verdict.decision == "do not bother"
 
 
+@pytest.mark.parametrize(("told", "basis"), [([2], "cold"), (range(1, 9), "cold"), (range(1, 10), "logged")])
+def test_cache_hits_count_where_nearly_all_turns_tell_them(told, basis):
+    """Of ten later turns at least nine must tell; what the others found is not known, which is not nothing."""
+    lines = growing([6400 + 640 * n for n in range(11)], range(0, 110, 10))
+    for n in told:
+        lines[n]["usage"]["prompt_tokens_details"] = {"cached_tokens": 6400}
+    report = report_of(lines)
+    assert report.verdict.basis == basis
+    assert report.ttft.baselines["cold"]["num_turns"] == 10
+    if basis == "logged":
+        logged = report.ttft.baselines["logged"]
+        assert logged["num_turns"] == 9
+        assert logged["now_s"]["p99"] < limits().compute_s(6400 + 640 * 9, 6400)
+
+
+def test_no_cache_hits_of_one_turn_are_no_baseline():
+    """One turn that found nothing does not tell of the others; the verdict stays with its condition."""
+    lines = growing([32_000, 33_000, 34_000, 35_000], [0, 10, 20, 30])
+    lines[1]["usage"]["cached_tokens"] = 0
+    assert "P's own cache loses the session" in report_of(lines).verdict.headline
+
+
+def test_first_turns_are_those_of_a_cold_cache():
+    """What the log says of later turns does not change the figure of first ones."""
+    lines = growing([6400, 7000], [0, 10])
+    for line in lines:
+        line["usage"]["cached_tokens"] = 3200
+    ttft = report_of(lines).ttft
+    assert "logged" in ttft.baselines
+    assert ttft.first_turn_s["p50"] == pytest.approx(limits().compute_s(6400))
+
+
 def test_measured_times_are_shown():
     """TTFT of the log stands beside what is computed."""
     lines = growing([6400, 7000], [0, 10])
     lines[1]["ttft_ms"] = 1500
-    assert report_of(lines).ttft.measured_s["p50"] == pytest.approx(1.5)
+    ttft = report_of(lines).ttft
+    assert ttft.measured_s["p50"] == pytest.approx(1.5)
+    assert ttft.num_measured == 1
 
 
 def test_no_number_of_a_log_is_too_large_for_a_report():
