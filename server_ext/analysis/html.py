@@ -204,7 +204,7 @@ def _link(report: Report) -> str:
 def _holding(report: Report) -> str:
     holding = report.holding
     if holding.best is None:
-        return _section("c · Holding the cache", "The log has no times, so nothing can be said.", [])
+        return _section("c · Holding the cache", "No turn has a time, or too few have, so nothing can be said.", [])
     budgets = sorted({cell.budget_fraction for cell in holding.grid})
     ttls = sorted({cell.ttl_s for cell in holding.grid})
     cells = {(cell.budget_fraction, cell.ttl_s): cell for cell in holding.grid}

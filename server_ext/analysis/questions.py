@@ -172,6 +172,9 @@ def _median_speedup(rows: Rows, limits: Limits) -> float | None:
 
 # -------------------------------------------------------------------- question c
 
+FEW_TURNS: Final = 20
+"""Fewer are no basis for an answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Holding:
@@ -217,6 +220,8 @@ def ask_holding(
     """
     starts = spool.column("start_s")
     timed = np.flatnonzero(~np.isnan(starts))
+    if len(timed) < min(FEW_TURNS, spool.num_rows / 2):
+        timed = timed[:0]  # so few would speak for all the others
     # A session's turns stay in their order also where its clock does not.
     starts = _monotonic(starts[timed], spool.column("session")[timed])
     ordered = spool.pick(timed[np.argsort(starts, kind="stable")[:max_turns]])

@@ -46,6 +46,8 @@ class Savings:
     """By baseline: [num_sessions], part of the session's TTFT seconds saved, first turns included."""
     saved_s: Floats
     """[num_sessions], against the basis."""
+    num_later_turns: int
+    """That the basis rests on."""
     num_turns: npt.NDArray[np.int64]
     mean_prompt_tokens: Floats
     total_gain: dict[str, float]
@@ -113,6 +115,8 @@ def ask_ttft(rows: Rows, held: Any, limits: Limits) -> tuple[TtftAnswer, Savings
 
 
 def _savings(rows: Rows, pairs: dict[str, tuple[Floats, Floats]]) -> Savings:
+    basis = "logged" if "logged" in pairs else "cold"
+    num_later_turns = int(((rows["turn"] > 1) & ~np.isnan(pairs[basis][0])).sum())
     # A turn that does not tell counts on neither side.
     pairs = {name: (np.nan_to_num(now), np.nan_to_num(then)) for name, (now, then) in pairs.items()}
     sessions = rows["session"]
@@ -122,12 +126,12 @@ def _savings(rows: Rows, pairs: dict[str, tuple[Floats, Floats]]) -> Savings:
         total = np.bincount(sessions, weights=now)
         saved[name] = np.bincount(sessions, weights=now - then).astype(np.float64)
         gains[name] = saved[name] / np.maximum(total, 1e-12)
-    basis = "logged" if "logged" in pairs else "cold"
     prompts = np.bincount(sessions, weights=rows["prompt"])
     return Savings(
         basis=basis,
         gains=gains,
         saved_s=saved[basis],
+        num_later_turns=num_later_turns,
         num_turns=num_turns,
         mean_prompt_tokens=prompts / np.maximum(num_turns, 1),
         total_gain={name: 1 - float(b.sum() / max(a.sum(), 1e-12)) for name, (a, b) in pairs.items()},

@@ -9,7 +9,7 @@ from server_ext.core.settings import HomeSettings
 
 from .limits import Limits
 from .memory import settings_to_write
-from .questions import Holding
+from .questions import FEW_TURNS, Holding
 from .replay import Replayed
 from .ttft import Savings
 
@@ -33,6 +33,8 @@ class Verdict:
     """The baseline that it rests on: `logged` where the log tells cache hits, else `cold`."""
     decisions: dict[str, Decision]
     """By baseline."""
+    num_turns: int
+    """Later turns that it rests on."""
     reasons: list[str]
     worth_it_share: float
     """Of all turns, those of sessions that save enough."""
@@ -51,6 +53,8 @@ class Verdict:
         text = self.decision[0].upper() + self.decision[1:]
         if self.basis == "cold" and self.decisions["warm"] != self.decision:
             text += ", where P's own cache loses the session between turns"
+        if self.num_turns < FEW_TURNS:
+            text += f" (later turns: {self.num_turns}, too few to rely on)"
         return text
 
     def to_json(self) -> dict[str, Any]:
@@ -86,6 +90,7 @@ def judge(savings: Savings, holding: Holding, limits: Limits, *, num_without_con
         decision=decision,
         basis=savings.basis,
         decisions=decisions,
+        num_turns=savings.num_later_turns,
         reasons=reasons,
         worth_it_share=shares[savings.basis],
         total_gain=savings.total_gain,
@@ -124,7 +129,10 @@ def _reasons(
     savings: Savings, holding: Holding, limits: Limits, share: float, decisions: dict[str, Decision]
 ) -> list[str]:
     gain = savings.total_gain
-    reasons = [f"sessions with {share:.0%} of the turns would save {WORTH_IT:.0%} or more of their time to first token"]
+    reasons = [
+        f"sessions with {share:.0%} of the turns would save {WORTH_IT:.0%} or more of their time to first token",
+        f"this rests on {savings.num_later_turns:,} turns that are not the first of their session",
+    ]
     if savings.basis == "logged":
         reasons.append(
             f"against the cache hits that the log reports, {gain['logged']:.0%} of all TTFT seconds are saved"
@@ -144,7 +152,10 @@ def _reasons(
     tail = f", which is more than {limits.model.name} takes" if too_late else " of history on"
     reasons.append(f"over {link} fetching beats computing from {even:,.0f} tokens{tail}")
     if holding.best is None:
-        reasons.append("the log has no times: how long a lease must live cannot be said; TTFT assumes that it does")
+        reasons.append(
+            "the log has no times, or for too few turns: how long a lease must live cannot be said; "
+            "TTFT assumes that it does"
+        )
     else:
         best = holding.best
         reasons.append(

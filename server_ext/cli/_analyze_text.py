@@ -84,7 +84,7 @@ def _show_holding(report: Report, console: Console) -> None:
     holding, best = report.holding, report.holding.best
     console.print("[bold]c  How long, in how much memory, how often gone[/]")
     if best is None:
-        console.print("   The log has no times, so nothing can be said.\n")
+        console.print("   No turn has a time, or too few have, so nothing can be said.\n")
         return
     kv = report.options.limits.model.kv_bytes_per_token
     console.print(

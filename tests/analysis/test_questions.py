@@ -206,6 +206,16 @@ def test_without_times_nothing_is_replayed():
     assert any("no times" in reason for reason in report.verdict.reasons)
 
 
+def test_a_few_turns_with_times_do_not_speak_for_the_others():
+    """One turn of thirty that has a time is not replayed, and (d) is asked of them all."""
+    lines = growing([6400 + 64 * n for n in range(30)], range(0, 300, 10))
+    for line in lines[:-1]:
+        del line["timestamp"]
+    report = report_of(lines)
+    assert (report.holding.num_replayed, report.holding.best) == (0, None)
+    assert report.ttft.baselines["cold"]["num_turns"] == 29
+
+
 # ---------------------------------------------------------------- d: time to first token
 
 
@@ -297,7 +307,8 @@ def test_adopt():
     """Long histories over a fast link: adopt, with settings that the server takes."""
     verdict = report_of(growing([32_000, 33_000, 34_000, 35_000], [0, 10, 20, 30])).verdict
     assert verdict.decision == "adopt"
-    assert verdict.headline == "Adopt, where P's own cache loses the session between turns"
+    condition = "where P's own cache loses the session between turns"
+    assert verdict.headline == f"Adopt, {condition} (later turns: 3, too few to rely on)"
     assert verdict.settings == {"default_route": "auto", "budget_fraction": 1.0, "default_ttl_s": 60.0}
 
 
@@ -328,6 +339,14 @@ def test_lengths_alone_are_no_reason_to_adopt():
     assert report.reuse.total_held_share == 0
     assert report.verdict.decision == "do not bother"
     assert any("8 turns do not tell what is in their prompts" in reason for reason in report.verdict.reasons)
+
+
+def test_a_verdict_says_how_many_turns_it_rests_on():
+    """Below twenty later turns it says in its headline that they are too few."""
+    few, enough = (report_of(growing([6400] * n, range(0, 10 * n, 10))).verdict for n in (20, 21))
+    assert few.headline.endswith(" (later turns: 19, too few to rely on)")
+    assert "too few" not in enough.headline
+    assert any("rests on 20 turns" in reason for reason in enough.reasons)
 
 
 def test_do_not_bother_with_short_prompts():
