@@ -102,7 +102,9 @@ def _head(report: Report) -> str:
             '<div class="card"><h3>Settings to begin with (<code>kv_connector_extra_config.bidikv</code>)</h3>'
             f"<pre>{escape('{' + lines[1:] + '}')}</pre></div>"
         )
-    rule = f"<p>Which sessions: {escape(verdict.rule)}.</p>" if verdict.rule else ""
+    rule = ""
+    if verdict.rule is not None:
+        rule = f"<p>Which sessions: {escape(verdict.rule)}. These save the most: {escape(verdict.which)}.</p>"
     reasons = "".join(f"<li>{escape(reason)}</li>" for reason in verdict.reasons)
     return (
         f'<h1>Does decode-to-prefill reuse pay on this traffic?</h1><p class="soft">{escape(formats)} · '

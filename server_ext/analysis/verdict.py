@@ -22,6 +22,7 @@ MOST: Final = 0.8
 FEW: Final = 0.1
 """Where it is less than this part of the turns, choosing is not worth it either."""
 _MAX_SESSIONS_NAMED: Final = 20
+_MAX_SESSIONS_SHOWN: Final = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,8 @@ class Verdict:
     """Which sessions, where it is not all or none."""
     sessions: list[dict[str, Any]]
     """Those that save the most seconds, the first first."""
+    num_sessions: int
+    """All that save enough, named above or not."""
     settings: dict[str, Any] | None
     """For `kv_connector_extra_config.bidikv`; None where nothing is to be set."""
 
@@ -56,6 +59,13 @@ class Verdict:
         if self.num_turns < FEW_TURNS:
             text += f" (later turns: {self.num_turns}, too few to rely on)"
         return text
+
+    @property
+    def which(self) -> str:
+        """Those that save the most, by name, and how many others save enough."""
+        names = [one["session"] for one in self.sessions[:_MAX_SESSIONS_SHOWN]]
+        num_others = self.num_sessions - len(names)
+        return ", ".join(names) + (f" and {num_others:,} others" if num_others else "")
 
     def to_json(self) -> dict[str, Any]:
         """Return the verdict as a JSON object."""
@@ -75,6 +85,7 @@ def judge(savings: Savings, holding: Holding, limits: Limits, *, num_without_con
         )
     gain = savings.gains[savings.basis]
     is_worth_it = (gain >= WORTH_IT) & (turns > 0)
+    chosen = np.flatnonzero(is_worth_it)
     sessions = [
         {
             "number": int(n),
@@ -83,8 +94,7 @@ def judge(savings: Savings, holding: Holding, limits: Limits, *, num_without_con
             "num_turns": int(turns[n]),
             "mean_prompt_tokens": float(savings.mean_prompt_tokens[n]),
         }
-        for n in np.argsort(-savings.saved_s)[:_MAX_SESSIONS_NAMED].tolist()
-        if is_worth_it[n]
+        for n in chosen[np.argsort(-savings.saved_s[chosen])][:_MAX_SESSIONS_NAMED].tolist()
     ]
     return Verdict(
         decision=decision,
@@ -96,6 +106,7 @@ def judge(savings: Savings, holding: Holding, limits: Limits, *, num_without_con
         total_gain=savings.total_gain,
         rule=_rule(savings, is_worth_it) if decision == "adopt for these sessions" else None,
         sessions=sessions,
+        num_sessions=len(chosen),
         settings=None if decision == "do not bother" else _settings(holding.best),
     )
 

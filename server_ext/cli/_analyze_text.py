@@ -161,6 +161,7 @@ def _show_verdict(report: Report, console: Console) -> None:
     lines = [f"- {reason}" for reason in verdict.reasons]
     if verdict.rule is not None:
         lines.insert(0, f"Which: {verdict.rule}")
+        lines.insert(1, f"These save the most: {verdict.which}")
     if verdict.settings is not None:
         lines += ["", "Settings (kv_connector_extra_config.bidikv):", json.dumps(verdict.settings)]
     lines += ["", f"Not modelled: {NOT_MODELLED[0]}; see docs/analyze.md"]

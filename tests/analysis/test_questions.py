@@ -1,5 +1,6 @@
 import io
 import json
+from html import escape
 from itertools import count
 
 import numpy as np
@@ -374,6 +375,26 @@ def test_adopt_for_some_sessions():
         == "sessions of at least 4 turns with prompts of 33,500 tokens or more on average (right for 100% of the turns)"
     )
     assert verdict.worth_it_share == pytest.approx(4 / 19)
+
+
+def test_sessions_that_are_worth_it_are_named():
+    """Where it is some sessions, the text and the page name ten of them, and count the others."""
+    sizes = [("long<%d>", 12, [200, 210, 220, 230]), ("short%d", 10, [10, 11, 12])]
+    lines = []
+    for name, number, blocks in sizes:
+        requests = [
+            {"t": 10.0 * n, "in": 64 * k, "out": 0, "hash_ids": list(range(k))} for n, k in enumerate(blocks)
+        ]
+        lines += [trace(requests, id=name % i) for i in range(number)]
+    report = report_of(lines)
+    assert report.verdict.decision == "adopt for these sessions"
+    names, others = report.verdict.which.split(" and ")
+    assert sum(name.startswith("long<") for name in names.split(", ")) == 10
+    assert others == "2 others"
+    text = io.StringIO()
+    show(report, Console(file=text, width=200))
+    assert report.verdict.which in text.getvalue()
+    assert escape(report.verdict.which) in to_html(report)
 
 
 def test_the_cheapest_of_the_good_cells():
