@@ -55,6 +55,14 @@ def test_contents_on_request(log):
     assert "You fix other bugs" in result.stdout
 
 
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_contents_in_text_and_page_only_on_request(log, tmp_path, is_asked):
+    """The text and the page quote nothing of the log either, unless they are asked to."""
+    page = tmp_path / "page.html"
+    result = invoke(log, "--html", page, *["--show-content"][: int(is_asked)])
+    assert ("bugs" in result.stdout, "bugs" in page.read_text()) == (is_asked, is_asked)
+
+
 def test_standard_input(log):
     """A log may come through a pipe, beside other paths."""
     result = invoke("-", "--json", "-", input=log.read_text())
@@ -190,4 +198,5 @@ def test_the_page_needs_no_network(log, tmp_path):
     invoke(log, "--html", tmp_path / "page.html")
     text = Path(tmp_path / "page.html").read_text()
     assert "<script>alert" not in text
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
     assert not any(word in text for word in ("http://", "https://", "src=", "@import", "url("))
