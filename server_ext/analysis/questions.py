@@ -226,8 +226,8 @@ def ask_holding(
     starts = _monotonic(starts[timed], spool.column("session")[timed])
     ordered = spool.pick(timed[np.argsort(starts, kind="stable")[:max_turns]])
     gaps, after = spool.column("gap_s"), spool.column("after")
-    peak = _peak_running(ordered)
     pool_tokens = max(limits.pool_tokens, 1)
+    peak = _peak_running(ordered, pool_tokens)
     nodes = num_nodes or max(1, -(-2 * peak // pool_tokens))
     grid: list[Replayed] = []
     cells = [(budget, ttl_s) for budget in budgets for ttl_s in ttls_s] if len(ordered) else []
@@ -283,11 +283,11 @@ def _monotonic(starts: Floats, sessions: npt.NDArray[np.int32]) -> Floats:
     return monotonic
 
 
-def _peak_running(rows: Rows) -> int:
-    """Return the most tokens that requests hold at one time."""
+def _peak_running(rows: Rows, pool_tokens: int) -> int:
+    """Return the most tokens that requests hold at one time, each of them no more than a pool."""
     if not len(rows):
         return 0
-    sizes = (rows["prompt"] + rows["output"]).astype(np.int64)
+    sizes = np.minimum(rows["prompt"].astype(np.int64) + rows["output"], pool_tokens)
     at = np.concatenate([rows["start_s"], np.maximum(rows["end_s"], rows["start_s"])])
     change = np.concatenate([sizes, -sizes])
     # Ends before starts of the same moment.

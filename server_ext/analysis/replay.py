@@ -109,6 +109,8 @@ class Replay:
         self._nodes = [_Node(self._settings, limits) for _ in range(num_nodes)]
         self._seen = Replayed(budget_fraction, ttl_s)
         self._num_started = 0
+        # What is longer has no room either; nothing is made of the length that a log claims.
+        self._most_tokens = max(limits.pool_tokens, CHUNK_TOKENS) + CHUNK_TOKENS
         self._leased = 0
 
     def run(self, rows: Rows, *, keep_rows: bool = False) -> Replayed:
@@ -182,8 +184,8 @@ class Replay:
             key,
             model,
             str(self._num_started),
-            prompt_tokens=prompt,
-            output_tokens=output,
+            prompt_tokens=min(prompt, self._most_tokens),
+            output_tokens=min(output, self._most_tokens),
             shared_tokens=shared,
             want_ticket=False,
             now_s=start_s,

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from server_ext.analysis.html import to_html
-from server_ext.analysis.memory import make_settings
+from server_ext.analysis.memory import DecodeMemory, make_settings
 from server_ext.analysis.problems import Problems
 from server_ext.analysis.replay import Replay
 from server_ext.analysis.report import NothingToAnalyze, Options, analyze
@@ -133,6 +133,20 @@ def test_a_request_that_never_fits():
     cell = cells_of(growing([500_000, 500_064], [0, 10]))[1.0, 60.0]
     assert cell.num_without_room == 2
     assert cell.reasons == {"first_turn": 1}
+
+
+def test_nothing_is_made_of_a_claimed_length(monkeypatch):
+    """A request of ten million tokens counts as one that does not fit: no fleet and no blocks are made for it."""
+    asked, begin = [], DecodeMemory.begin
+
+    def watch(memory, *args, **more):
+        asked.append(more["prompt_tokens"])
+        return begin(memory, *args, **more)
+
+    monkeypatch.setattr(DecodeMemory, "begin", watch)
+    holding = report_of([trace([{"t": 0.0, "in": 10_000_000, "out": 9, "api_time": 1.0}])], num_nodes=None).holding
+    assert (holding.num_nodes, holding.best.num_without_room) == (2, 1)
+    assert max(asked) == 426_788 + 64
 
 
 def test_a_session_that_comes_back_after_hours():
