@@ -396,9 +396,7 @@ def test_sessions_that_are_worth_it_are_named():
     sizes = [("long<%d>", 12, [200, 210, 220, 230]), ("short%d", 10, [10, 11, 12])]
     lines = []
     for name, number, blocks in sizes:
-        requests = [
-            {"t": 10.0 * n, "in": 64 * k, "out": 0, "hash_ids": list(range(k))} for n, k in enumerate(blocks)
-        ]
+        requests = [{"t": 10.0 * n, "in": 64 * k, "out": 0, "hash_ids": list(range(k))} for n, k in enumerate(blocks)]
         lines += [trace(requests, id=name % i) for i in range(number)]
     report = report_of(lines)
     assert report.verdict.decision == "adopt for these sessions"
