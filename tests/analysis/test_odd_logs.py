@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from tests.analysis.logs import parse
+from tests.analysis.logs import chat, parse, trace, user
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,42 @@ def test_a_prompt_that_no_python_wrote(line):
     assert [request.num_prompt_tokens for request in requests] == [2]
     assert problems.counts == {"malformed_line": 1}
     assert problems.first_seen == {"malformed_line": "log:1"}
+
+
+def row(**more):
+    """A Mooncake row."""
+    return {"timestamp": 0, "input_length": 64, "output_length": 1} | more
+
+
+def inner(**more):
+    """A trace with one request."""
+    return trace([{"t": 0, "in": 64, "out": 1, "hash_ids": [1]} | more])
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        row(input_length=3_000_000_000),
+        row(input_length=10**30),
+        row(output_length=(1 << 29) + 1),
+        row(session_id="s", delay=5, input_length=10**12),
+        row(input_length=64.5),
+        row(input_length=1 << 29, hash_ids=[1], block_size=1 << 29),
+        row(timestamp=1.7e18),
+        row(delay=-1e16),
+        inner(**{"in": 3_000_000_000}),
+        inner(**{"in": -100}),
+        inner(out=-1),
+        inner(ttft=-0.5),
+        inner(t=1.7e18),
+        inner(api_time=1.7e18),
+        trace([{"t": 0, "in": 1 << 29, "hash_ids": [1]}], block_size=1 << 29),
+        trace([], tool_tokens=-1),
+    ],
+    ids=str,
+)
+def test_numbers_that_no_trace_has(item):
+    """Counts that no context holds, blocks that none has and times that no clock shows make a malformed line."""
+    requests, problems = parse([item, chat([user("x")])])
+    assert [request.session_id for request in requests] == ["s1"]
+    assert problems.counts == {"malformed_line": 1}
