@@ -119,15 +119,21 @@ def parse_mooncake(where: str, line: bytes) -> Request:
     start_ms = row.timestamp if row.timestamp is not None else row.created_time
     delay_ms = row.delay if row.delay is not None else row.delay_ms
     hashes: list[Any] = row.hash_ids
+    session_id = _id(row.session_id)
     return Request(
         where=where,
-        session_id=None if row.session_id is None else str(row.session_id),
-        request_id=None if row.request_id is None else str(row.request_id),
+        session_id=session_id,
+        request_id=_id(row.request_id),
         start_s=None if start_ms is None else start_ms / 1e3,
         model=row.model,
         chunk_ids=chain_blocks(hashes, row.block_size, num_prompt),
         num_prompt_tokens=num_prompt,
         num_output_tokens=num_output or 0,
         delay_s=None if delay_ms is None else delay_ms / 1e3,
-        is_delta=row.session_id is not None and start_ms is None,
+        is_delta=session_id is not None and start_ms is None,
     )
+
+
+def _id(value: str | int | None) -> str | None:
+    """Return an id as text; an empty one is none: it would make one of all that have it."""
+    return None if value is None else str(value) or None

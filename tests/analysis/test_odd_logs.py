@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from tests.analysis.logs import chat, parse, trace, user
+from tests.analysis.logs import chat, parse, trace, turns_of, user
 
 
 @pytest.mark.parametrize(
@@ -58,3 +58,13 @@ def test_numbers_that_no_trace_has(item):
     requests, problems = parse([item, chat([user("x")])])
     assert [request.session_id for request in requests] == ["s1"]
     assert problems.counts == {"malformed_line": 1}
+
+
+def test_an_empty_id_is_none():
+    """Rows whose ids are empty are neither the same request nor the same session; 0 is an id."""
+    rows = [row(timestamp=t, input_length=512, hash_ids=[t], request_id="", session_id="") for t in (1, 2, 3)]
+    turns, problems = turns_of(rows)
+    assert [(key, turn.turn) for key, turn, _ in turns] == [("prefix-1", 1), ("prefix-2", 1), ("prefix-3", 1)]
+    assert "duplicate_request" not in problems.counts
+    (request,), _ = parse([row(session_id=0, request_id=0)])
+    assert (request.session_id, request.request_id) == ("0", "0")
