@@ -24,6 +24,8 @@ _OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _VALUE_ERRORS: Final = (msgspec.DecodeError, ValueError, OverflowError, RecursionError)
 _TEXT_IN_JSON: Final = re.compile(rb'"(?:message|asctime|msg)"')
+# A trace has lengths and hashes in place of these.
+_PROMPTS: Final = ("messages", "prompt", "prompt_token_ids", "input_ids", "input", *openai.FIELDS["body"])
 
 FORMATS: Final = {
     "openai": "OpenAI-style request log",
@@ -31,6 +33,12 @@ FORMATS: Final = {
     "kv-cache-tester": "kv-cache-tester trace",
     "mooncake": "Mooncake trace",
 }
+
+
+def _is_mooncake(fields: Fields) -> bool:
+    if "hash_ids" not in fields and not {"input_length", "output_length"} <= fields.keys():
+        return False
+    return all(bytes(memoryview(fields[name])[:4]) == b"null" for name in _PROMPTS if name in fields)
 
 
 def _documents(line: bytes) -> Iterator[bytes]:
@@ -90,7 +98,7 @@ class Parser:
         fields = _OBJECT.decode(line)
         if "requests" in fields and ("block_size" in fields or "hash_id_scope" in fields):
             yield from self._counted("kv-cache-tester", traces.parse_kv_cache_tester(where, line))
-        elif "hash_ids" in fields or {"input_length", "output_length"} <= fields.keys():
+        elif _is_mooncake(fields):
             yield from self._counted("mooncake", [traces.parse_mooncake(where, line)])
         elif openai.is_request(fields):
             request = openai.parse(where, fields)

@@ -68,3 +68,20 @@ def test_an_empty_id_is_none():
     assert "duplicate_request" not in problems.counts
     (request,), _ = parse([row(session_id=0, request_id=0)])
     assert (request.session_id, request.request_id) == ("0", "0")
+
+
+@pytest.mark.parametrize("more", [{"input_length": 3, "output_length": 5}, {"hash_ids": [1]}])
+@pytest.mark.parametrize(
+    "prompt", [{"messages": [user("x")]}, {"prompt": "x"}, {"body": {"messages": [user("x")]}}], ids=["chat", "text", "body"]
+)
+def test_a_row_with_its_prompt_is_no_trace(prompt, more):
+    """A request that is logged with its prompt keeps it and its seconds, whatever else the log says of it."""
+    (request,), problems = parse([prompt | more | {"timestamp": 1.7e9, "session_id": "s"}])
+    assert (request.start_s, bool(request.data)) == (1.7e9, True)
+    assert not problems.counts
+
+
+def test_a_trace_may_have_empty_prompts():
+    """A row whose exporter writes null for the prompts that it does not have is a row of a trace."""
+    (request,), _ = parse([row(messages=None, prompt=None, timestamp=1000)])
+    assert (request.start_s, request.num_prompt_tokens) == (1.0, 64)
