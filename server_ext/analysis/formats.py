@@ -80,6 +80,8 @@ class Parser:
                     yield from self._parse_line(where, document)
             else:
                 yield from self._parse_line(where, line)
+        except traces.BlocksError:
+            self._problems.add("hash_mismatch", where)
         except _VALUE_ERRORS:
             self._problems.add("malformed_line", where)
 

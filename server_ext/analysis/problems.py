@@ -10,6 +10,7 @@ PROBLEMS: Final[dict[str, str]] = {
     "unknown_format": "JSON or text of no known log format; skipped",
     "unreadable_file": "could not be opened or decompressed; skipped",
     "ignored_file": "not a log by its name (.json, .jsonl, .ndjson, .log, .txt, also .gz); skipped",
+    "hash_mismatch": "has block hashes that fit its length at no usual block size: give its block_size; skipped",
     "no_prompt": "names a request but tells neither its prompt nor its length; skipped",
     "no_time": "has no time; left out of gaps and of the replay",
     "duplicate_request": "the same request once more; skipped",

@@ -9,6 +9,7 @@ from .requests import Request, chain_blocks
 
 _MOONCAKE_BLOCK: Final = 512
 """Of the published traces; a row may say otherwise."""
+_USUAL_BLOCKS: Final = (_MOONCAKE_BLOCK, 1024, 256, 128, 64, 32, 16)
 _KV_TESTER_BLOCK: Final = 64
 
 # What lies beyond is a broken log. Far above any prompt, and a prompt with its answer is still an int32.
@@ -57,13 +58,17 @@ class _Row(msgspec.Struct):
     output_tokens: _Count | None = None
     hash_ids: list[int | str] = []
     session_id: str | int | None = None
-    block_size: _BlockSize = _MOONCAKE_BLOCK
+    block_size: _BlockSize | None = None
     model: str = ""
     request_id: str | int | None = None
 
 
 _TRACE: Final = msgspec.json.Decoder(_Trace)
 _ROW: Final = msgspec.json.Decoder(_Row)
+
+
+class BlocksError(ValueError):
+    """A row has more or fewer hashes than its prompt has blocks."""
 
 
 def parse_kv_cache_tester(where: str, line: bytes) -> Iterator[Request]:
@@ -108,6 +113,7 @@ def parse_mooncake(where: str, line: bytes) -> Request:
     """Return the request of a row. Times are milliseconds; a row with a `delay` continues its session.
 
     Raises:
+        BlocksError: what its hashes stand for cannot be told.
         msgspec.DecodeError, ValueError: it is malformed.
     """
     row = _ROW.decode(line)
@@ -126,12 +132,27 @@ def parse_mooncake(where: str, line: bytes) -> Request:
         request_id=_id(row.request_id),
         start_s=None if start_ms is None else start_ms / 1e3,
         model=row.model,
-        chunk_ids=chain_blocks(hashes, row.block_size, num_prompt),
+        chunk_ids=chain_blocks(hashes, _block_size(row, num_prompt), num_prompt),
         num_prompt_tokens=num_prompt,
         num_output_tokens=num_output or 0,
         delay_s=None if delay_ms is None else delay_ms / 1e3,
         is_delta=session_id is not None and start_ms is None,
     )
+
+
+def _block_size(row: _Row, num_prompt: int) -> int:
+    """Return how many tokens a hash of a row stands for: what the row says, or the first usual size that fits.
+
+    Raises:
+        BlocksError: none fits.
+    """
+    sizes = _USUAL_BLOCKS if row.block_size is None else (row.block_size,)
+    for size in sizes:
+        # Some hash a last block that is not full, some do not.
+        if not row.hash_ids or len(row.hash_ids) in {num_prompt // size, -(-num_prompt // size)}:
+            return size
+    msg = f"{len(row.hash_ids)} hashes do not fit {num_prompt} tokens in blocks of {sizes}"
+    raise BlocksError(msg)
 
 
 def _id(value: str | int | None) -> str | None:

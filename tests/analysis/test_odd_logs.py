@@ -85,3 +85,27 @@ def test_a_trace_may_have_empty_prompts():
     """A row whose exporter writes null for the prompts that it does not have is a row of a trace."""
     (request,), _ = parse([row(messages=None, prompt=None, timestamp=1000)])
     assert (request.start_s, request.num_prompt_tokens) == (1.0, 64)
+
+
+@pytest.mark.parametrize("size", [16, 32, 64, 128, 256, 512, 1024])
+@pytest.mark.parametrize("is_last_hashed", [False, True])
+def test_the_block_size_of_a_row_is_told_by_its_hashes(size, is_last_hashed):
+    """Prompts of 33 1/4 blocks that agree in 20 of them share 20 blocks of their own size, not of 512."""
+    num_tokens, num_hashes = 33 * size + size // 4, 33 + is_last_hashed
+    rows = []
+    for t in (0, 9000):
+        hashes = [*range(20), *range(100 + t, 100 + t + num_hashes - 20)]
+        rows.append(row(timestamp=t, input_length=num_tokens, hash_ids=hashes, session_id="s"))
+    turns, problems = turns_of(rows)
+    assert turns[1][1].shared_tokens == 20 * size
+    assert "hash_mismatch" not in problems.counts
+
+
+@pytest.mark.parametrize(
+    "item", [row(input_length=6400, hash_ids=[1] * 5), row(input_length=640, hash_ids=[1] * 10, block_size=32)], ids=str
+)
+def test_hashes_that_fit_no_block_size(item):
+    """A row whose hashes are more or fewer than its blocks is counted, not guessed."""
+    requests, problems = parse([item, row(input_length=960, hash_ids=[1] * 10, block_size=96)])
+    assert [len(request.chunk_ids) for request in requests] == [15]
+    assert problems.counts == {"hash_mismatch": 1}
