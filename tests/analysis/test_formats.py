@@ -171,7 +171,7 @@ def test_a_prompt_in_text_alone():
         ('{"hash_ids": [1], "input_length": -5}', "malformed_line"),
         ('{"requests": [{"t": "x"}], "block_size": 64}', "malformed_line"),
         ('{"requests": [], "block_size": 0}', "malformed_line"),
-        ("[1, 2]", "malformed_line"),
+        ("[1]", "malformed_line"),
         ('{"hello": "world"}', "unknown_format"),
         ('{"message": "hello"}', "unknown_format"),
         ("time,model,tokens", "unknown_format"),

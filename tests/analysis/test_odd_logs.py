@@ -109,3 +109,13 @@ def test_hashes_that_fit_no_block_size(item):
     requests, problems = parse([item, row(input_length=960, hash_ids=[1] * 10, block_size=96)])
     assert [len(request.chunk_ids) for request in requests] == [15]
     assert problems.counts == {"hash_mismatch": 1}
+
+
+@pytest.mark.parametrize("between", [", ", ""])
+def test_a_bad_document_does_not_take_the_others_with_it(between):
+    """Of a list, and of documents behind each other, all are read but the bad ones, which are counted."""
+    documents = [chat([user("a")]), {"messages": 5}, {"hash_ids": [1] * 9, "input_length": 3}, chat([user("b")])]
+    line = between.join(map(json.dumps, documents))
+    requests, problems = parse([f"[{line}, 7, []]" if between else line])
+    assert [request.data[-4:-2] for request in requests] == [b'"a', b'"b']
+    assert problems.counts == {"malformed_line": 3 if between else 1, "hash_mismatch": 1}
