@@ -8,6 +8,7 @@ PROBLEMS: Final[dict[str, str]] = {
     "malformed_line": "not JSON, or of the wrong shape; skipped",
     "line_too_long": "longer than 64 MiB; skipped",
     "unknown_format": "JSON or text of no known log format; skipped",
+    "other_log_line": "a text log's line that tells neither a prompt nor an answer; skipped",
     "unreadable_file": "could not be opened or decompressed; skipped",
     "ignored_file": "not a log by its name (.json, .jsonl, .ndjson, .log, .txt, also .gz); skipped",
     "hash_mismatch": "has block hashes that fit its length at no usual block size: give its block_size; skipped",

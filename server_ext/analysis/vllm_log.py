@@ -53,7 +53,9 @@ class VllmLog:
                 request = Request(where=where, request_id=request_id, start_s=_time_s(line))
             self._read_prompt(request, match["rest"])
             self._open[request_id] = request
-        elif (match := _OUTPUT.search(line)) is not None and "delta" not in (match["kind"] or ""):
+        elif (match := _OUTPUT.search(line)) is None:
+            self._problems.add("other_log_line", where)
+        elif "delta" not in (match["kind"] or ""):
             yield from self._end(match["id"], line, match["rest"])
         while len(self._open) > _MAX_OPEN:
             yield from self._give_out(self._open.popitem(last=False)[1])

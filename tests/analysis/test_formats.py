@@ -140,7 +140,7 @@ def test_vllm_logs():
     assert (first.request_id, first.num_prompt_tokens, first.num_output_tokens) == ("chatcmpl-1", 3, 2)
     assert first.end_s - first.start_s == 2
     assert (third.request_id, third.num_prompt_tokens) == ("cmpl-3", 2)
-    assert problems.counts == {"no_prompt": 1}
+    assert problems.counts == {"other_log_line": 1, "no_prompt": 1}
 
 
 def test_vllm_logs_as_json_records():

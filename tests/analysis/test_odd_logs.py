@@ -2,7 +2,8 @@ import json
 
 import pytest
 
-from tests.analysis.logs import chat, parse, trace, turns_of, user
+from server_ext.analysis.report import NothingToAnalyze
+from tests.analysis.logs import chat, parse, report_of, trace, turns_of, user
 
 
 @pytest.mark.parametrize(
@@ -119,3 +120,12 @@ def test_a_bad_document_does_not_take_the_others_with_it(between):
     requests, problems = parse([f"[{line}, 7, []]" if between else line])
     assert [request.data[-4:-2] for request in requests] == [b'"a', b'"b']
     assert problems.counts == {"malformed_line": 3 if between else 1, "hash_mismatch": 1}
+
+
+def test_lines_of_a_log_that_are_no_requests():
+    """Other lines of a text log are skipped and counted: of a file with nothing else it is said what it was."""
+    lines = ["INFO started", f"ERROR {json.dumps(chat([user('x')]))}", "WARNING slow"]
+    requests, problems = parse(lines)
+    assert (requests, problems.counts) == ([], {"other_log_line": 3})
+    with pytest.raises(NothingToAnalyze, match="3 x other_log_line"):
+        report_of(lines)
