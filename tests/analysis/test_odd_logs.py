@@ -1,8 +1,13 @@
+import codecs
+import io
 import json
 
 import pytest
 
+from server_ext.analysis.formats import Parser
+from server_ext.analysis.problems import Problems
 from server_ext.analysis.report import NothingToAnalyze
+from server_ext.analysis.sources import read_lines
 from tests.analysis.logs import chat, parse, report_of, trace, turns_of, user
 
 
@@ -129,3 +134,13 @@ def test_lines_of_a_log_that_are_no_requests():
     assert (requests, problems.counts) == ([], {"other_log_line": 3})
     with pytest.raises(NothingToAnalyze, match="3 x other_log_line"):
         report_of(lines)
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_a_byte_order_mark_is_no_part_of_a_line(indent):
+    """A file that begins with a byte order mark loses nothing, be it lines or one document over many."""
+    text = json.dumps([chat([user("a")])], indent=indent)
+    stream = io.BytesIO(codecs.BOM_UTF8 + text.encode() + b"\n")
+    problems = Problems()
+    assert len(list(Parser(problems).parse(read_lines(stream, "f", problems)))) == 1
+    assert not problems.counts
