@@ -11,6 +11,8 @@ _MOONCAKE_BLOCK: Final = 512
 """Of the published traces; a row may say otherwise."""
 _USUAL_BLOCKS: Final = (_MOONCAKE_BLOCK, 1024, 256, 128, 64, 32, 16)
 _KV_TESTER_BLOCK: Final = 64
+_MAX_DEPTH: Final = 16
+"""Of sub-agents in sub-agents."""
 
 # What lies beyond is a broken log. Far above any prompt, and a prompt with its answer is still an int32.
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 29)]
@@ -75,15 +77,35 @@ def parse_kv_cache_tester(where: str, line: bytes) -> Iterator[Request]:
     """Yield the requests of a trace: the session's own, and each sub-agent's as a session of its own.
 
     Raises:
-        msgspec.DecodeError: it is malformed; nothing was yielded.
+        msgspec.DecodeError, ValueError: it is malformed; nothing was yielded.
     """
     trace = _TRACE.decode(line)
     name = trace.id or where
     scope = name if trace.hash_id_scope == "local" else ""
-    yield from _session(where, name, trace, trace, scope, 0.0)
-    for index, inner in enumerate(trace.requests):
-        if inner.requests:
-            yield from _session(where, f"{name}/{inner.agent_id or index}", inner, trace, scope, inner.t)
+    for session_name, owner, start_s in _sessions(name, trace):
+        yield from _session(where, session_name, owner, trace, scope, start_s)
+
+
+def _sessions(name: str, trace: _Trace) -> list[tuple[str, "_Trace | _Inner", float]]:
+    """Return the name, the owner of the requests and the start of each session of a trace, its own first.
+
+    Raises:
+        ValueError: its sub-agents lie deeper in each other than `_MAX_DEPTH`.
+    """
+    level: list[tuple[str, _Trace | _Inner, float]] = [(name, trace, 0.0)]
+    found: list[tuple[str, _Trace | _Inner, float]] = []
+    for _ in range(_MAX_DEPTH + 1):
+        found += level
+        level = [
+            (f"{owner_name}/{inner.agent_id or index}", inner, start_s + inner.t)
+            for owner_name, owner, start_s in level
+            for index, inner in enumerate(owner.requests)
+            if inner.requests
+        ]
+    if level:
+        msg = f"sub-agents lie deeper in each other than {_MAX_DEPTH}"
+        raise ValueError(msg)
+    return found
 
 
 def _session(

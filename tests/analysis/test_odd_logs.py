@@ -144,3 +144,26 @@ def test_a_byte_order_mark_is_no_part_of_a_line(indent):
     problems = Problems()
     assert len(list(Parser(problems).parse(read_lines(stream, "f", problems)))) == 1
     assert not problems.counts
+
+
+def nested(depth):
+    """A trace whose sub-agents lie so deep in each other; each session has one request, a second after its start."""
+    requests = []
+    for _ in range(depth + 1):
+        one = {"t": 1.0, "in": 64, "out": 1, "hash_ids": [1]}
+        requests = [one, {"t": 10.0, "type": "subagent", "agent_id": "a", "requests": requests}]
+    return trace(requests)
+
+
+def test_sub_agents_of_sub_agents():
+    """Each is a session, at its place in time; where they never end, the trace is malformed and read in no part."""
+    requests, problems = parse([nested(2)])
+    assert [(one.session_id, one.start_s) for one in requests] == [
+        ("trace_1", 1.0),
+        ("trace_1/a", 11.0),
+        ("trace_1/a/a", 21.0),
+    ]
+    assert not problems.counts
+    assert len(parse([nested(16)])[0]) == 17
+    requests, problems = parse([nested(17)])
+    assert (requests, problems.counts) == ([], {"malformed_line": 1})
