@@ -78,7 +78,9 @@ def test_an_empty_id_is_none():
 
 @pytest.mark.parametrize("more", [{"input_length": 3, "output_length": 5}, {"hash_ids": [1]}])
 @pytest.mark.parametrize(
-    "prompt", [{"messages": [user("x")]}, {"prompt": "x"}, {"body": {"messages": [user("x")]}}], ids=["chat", "text", "body"]
+    "prompt",
+    [{"messages": [user("x")]}, {"prompt": "x"}, {"body": {"messages": [user("x")]}}],
+    ids=["chat", "text", "body"],
 )
 def test_a_row_with_its_prompt_is_no_trace(prompt, more):
     """A request that is logged with its prompt keeps it and its seconds, whatever else the log says of it."""
