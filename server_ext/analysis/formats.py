@@ -24,6 +24,8 @@ _OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _LIST: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _VALUE_ERRORS: Final = (msgspec.DecodeError, ValueError, OverflowError, RecursionError)
 _TEXT_IN_JSON: Final = re.compile(rb'"(?:message|asctime|msg)"')
+# A trace has lengths and hashes in place of these.
+_PROMPTS: Final = ("messages", "prompt", "prompt_token_ids", "input_ids", "input", *openai.FIELDS["body"])
 
 FORMATS: Final = {
     "openai": "OpenAI-style request log",
@@ -31,6 +33,12 @@ FORMATS: Final = {
     "kv-cache-tester": "kv-cache-tester trace",
     "mooncake": "Mooncake trace",
 }
+
+
+def _is_mooncake(fields: Fields) -> bool:
+    if "hash_ids" not in fields and not {"input_length", "output_length"} <= fields.keys():
+        return False
+    return all(bytes(memoryview(fields[name])[:4]) == b"null" for name in _PROMPTS if name in fields)
 
 
 def _documents(line: bytes) -> Iterator[bytes]:
@@ -61,25 +69,38 @@ class Parser:
     def parse(self, lines: Iterable[tuple[str, bytes]]) -> Iterator[Request]:
         """Yield the requests of one source; what a log says of a request in several lines is put together."""
         for where, line in lines:
-            yield from self._parse_safely(where, line)
+            for place, document in self._split(where, line):
+                yield from self._parse_safely(place, document)
         yield from self._counted("vllm", self._vllm.flush())
+
+    def _split(self, where: str, line: bytes) -> Iterator[tuple[str, bytes]]:
+        """Yield the documents of a line with their places, so that a bad one does not take the others with it."""
+        try:
+            if line.startswith(b"["):
+                for index, item in enumerate(map(bytes, _LIST.decode(line))):
+                    if item.startswith(b"{"):
+                        yield f"{where}[{index}]", item
+                    else:
+                        self._problems.add("malformed_line", f"{where}[{index}]")
+            elif line.startswith(b"{") and b"}{" in line:
+                # Files without a last newline, put together by `cat`; or just braces in a text.
+                for document in _documents(line):
+                    yield where, document
+            else:
+                yield where, line
+        except _VALUE_ERRORS:
+            self._problems.add("malformed_line", where)
 
     def _parse_safely(self, where: str, line: bytes) -> Iterator[Request]:
         try:
-            if line.startswith(b"{") and b"}{" in line:
-                # Files without a last newline, put together by `cat`; or just braces in a text.
-                for document in _documents(line):
-                    yield from self._parse_line(where, document)
-            else:
-                yield from self._parse_line(where, line)
+            yield from self._parse_line(where, line)
+        except traces.BlocksError:
+            self._problems.add("hash_mismatch", where)
         except _VALUE_ERRORS:
             self._problems.add("malformed_line", where)
 
     def _parse_line(self, where: str, line: bytes) -> Iterator[Request]:
-        if line.startswith(b"["):
-            for index, item in enumerate(_LIST.decode(line)):
-                yield from self._parse_object(f"{where}[{index}]", bytes(item))
-        elif line.startswith(b"{"):
+        if line.startswith(b"{"):
             yield from self._parse_object(where, line)
         elif is_vllm_line(line):
             yield from self._counted("vllm", self._vllm.feed(where, line.decode(errors="replace")))
@@ -90,7 +111,7 @@ class Parser:
         fields = _OBJECT.decode(line)
         if "requests" in fields and ("block_size" in fields or "hash_id_scope" in fields):
             yield from self._counted("kv-cache-tester", traces.parse_kv_cache_tester(where, line))
-        elif "hash_ids" in fields or {"input_length", "output_length"} <= fields.keys():
+        elif _is_mooncake(fields):
             yield from self._counted("mooncake", [traces.parse_mooncake(where, line)])
         elif openai.is_request(fields):
             request = openai.parse(where, fields)

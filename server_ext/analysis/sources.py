@@ -6,6 +6,7 @@ many lines comes as a single line.
 
 import gzip
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Final
@@ -78,7 +79,8 @@ def read_lines(stream: IO[bytes], name: str, problems: Problems) -> Iterator[tup
             while line and not line.endswith(b"\n"):
                 line = stream.readline(MAX_LINE_BYTES)
             continue
-        stripped = line.strip()
+        # Some editors and exporters begin a file with it, and `cat` puts files behind each other.
+        stripped = line.removeprefix(BOM_UTF8).strip()
         if first and stripped in {b"{", b"["}:
             # A document written for people: nothing else begins with a bracket alone.
             line = stripped + stream.read(MAX_LINE_BYTES)

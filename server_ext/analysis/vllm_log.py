@@ -42,10 +42,20 @@ class VllmLog:
         self._open: OrderedDict[str, Request] = OrderedDict()
 
     def feed(self, where: str, line: str) -> Iterator[Request]:
-        """Take a line; yield the request that it completes, if any."""
+        """Take a line; yield the request that it completes, if any.
+
+        Raises:
+            ValueError, OverflowError: its prompt is malformed; the line counts as if it was not there.
+        """
         if (match := _DETAILS.search(line)) is not None or (match := _RECEIVED.search(line)) is not None:
-            self._read_prompt(self._get(match["id"], where, line), match["rest"])
-        elif (match := _OUTPUT.search(line)) is not None and "delta" not in (match["kind"] or ""):
+            request_id = match["id"]
+            if (request := self._open.get(request_id)) is None:
+                request = Request(where=where, request_id=request_id, start_s=_time_s(line))
+            self._read_prompt(request, match["rest"])
+            self._open[request_id] = request
+        elif (match := _OUTPUT.search(line)) is None:
+            self._problems.add("other_log_line", where)
+        elif "delta" not in (match["kind"] or ""):
             yield from self._end(match["id"], line, match["rest"])
         while len(self._open) > _MAX_OPEN:
             yield from self._give_out(self._open.popitem(last=False)[1])
@@ -54,11 +64,6 @@ class VllmLog:
         """Yield what is still open: requests whose answers are not logged, as is vLLM's default."""
         while self._open:
             yield from self._give_out(self._open.popitem(last=False)[1])
-
-    def _get(self, request_id: str, where: str, line: str) -> Request:
-        if request_id not in self._open:
-            self._open[request_id] = Request(where=where, request_id=request_id, start_s=_time_s(line))
-        return self._open[request_id]
 
     def _read_prompt(self, request: Request, rest: str) -> None:
         ids = _IDS.search(rest)
@@ -70,7 +75,7 @@ class VllmLog:
             return
         text = _PROMPT.search(rest)
         if text is not None and not request.num_prompt_tokens:
-            request.data = str(ast.literal_eval(text["text"])).encode(errors="replace")
+            request.data = _unquote(text["text"]).encode(errors="replace")
             request.chunk_ids = chain_bytes(request.data)
             request.num_prompt_tokens = len(request.data) // BYTES_PER_TOKEN
             request.is_estimated = True
@@ -89,6 +94,15 @@ class VllmLog:
             yield request
         else:
             self._problems.add("no_prompt", request.where)
+
+
+def _unquote(literal: str) -> str:
+    try:
+        return str(ast.literal_eval(literal))
+    except (SyntaxError, MemoryError):
+        # Not with its own text: that quotes the prompt.
+        msg = "a prompt is not quoted as Python does it"
+        raise ValueError(msg) from None
 
 
 def _time_s(line: str) -> float | None:

@@ -140,7 +140,7 @@ def test_vllm_logs():
     assert (first.request_id, first.num_prompt_tokens, first.num_output_tokens) == ("chatcmpl-1", 3, 2)
     assert first.end_s - first.start_s == 2
     assert (third.request_id, third.num_prompt_tokens) == ("cmpl-3", 2)
-    assert problems.counts == {"no_prompt": 1}
+    assert problems.counts == {"other_log_line": 1, "no_prompt": 1}
 
 
 def test_vllm_logs_as_json_records():
@@ -171,7 +171,7 @@ def test_a_prompt_in_text_alone():
         ('{"hash_ids": [1], "input_length": -5}', "malformed_line"),
         ('{"requests": [{"t": "x"}], "block_size": 64}', "malformed_line"),
         ('{"requests": [], "block_size": 0}', "malformed_line"),
-        ("[1, 2]", "malformed_line"),
+        ("[1]", "malformed_line"),
         ('{"hello": "world"}', "unknown_format"),
         ('{"message": "hello"}', "unknown_format"),
         ("time,model,tokens", "unknown_format"),
