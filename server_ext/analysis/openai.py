@@ -287,7 +287,8 @@ def _values(places: list[_Fields], names: tuple[str, ...]) -> Any:
 
 def _text(places: list[_Fields], names: tuple[str, ...]) -> str | None:
     for value in _values(places, names):
-        if isinstance(value, str | int):
+        # An id of nobody would make one session of everybody.
+        if isinstance(value, str | int) and not isinstance(value, bool) and str(value).strip():
             return str(value)
     return None
 

@@ -1,0 +1,17 @@
+import pytest
+
+from tests.analysis.logs import chat, parse, user
+
+
+@pytest.mark.parametrize("empty", ["", " \t", True])
+def test_an_empty_id_is_none(empty):
+    """An id without a character names nobody: the next name counts, and without one the prompt tells the session."""
+    (one, two, three), _ = parse(
+        [
+            chat([user("a")], session=empty, conversation_id="c", request_id=empty, id="r"),
+            chat([user("b")], session=empty, metadata={"session_id": "m"}, request_id=empty),
+            chat([user("c")], session=empty),
+        ]
+    )
+    assert [one.session_id, two.session_id, three.session_id] == ["c", "m", None]
+    assert [one.request_id, two.request_id] == ["r", None]
