@@ -13,7 +13,7 @@ import msgspec
 from .requests import BYTES_PER_TOKEN, CHUNK_TOKENS, Kind, Part, Request, chain_bytes, pack_ids, reply_fingerprint
 
 FIELDS: Final[dict[str, tuple[str, ...]]] = {
-    "body": ("request", "body", "kwargs", "request_body"),
+    "body": ("request", "body", "kwargs", "request_body", "input"),
     "reply": ("response", "output", "response_body", "completion"),
     "session": ("session_id", "conversation_id", "thread_id", "x-session-id", "x-correlation-id"),
     "request_id": ("request_id", "id", "custom_id", "x-request-id"),

@@ -15,3 +15,10 @@ def test_an_empty_id_is_none(empty):
     )
     assert [one.session_id, two.session_id, three.session_id] == ["c", "m", None]
     assert [one.request_id, two.request_id] == ["r", None]
+
+
+@pytest.mark.parametrize("prompt", [{"input": {"messages": [user("hi")]}}, {"input": [user("hi")]}])
+def test_input_is_a_body_or_a_prompt(prompt):
+    """Under `input` lies a whole body, as tracers log it, or the prompt of a Responses body."""
+    (request,), _ = parse([prompt])
+    assert [part.kind.name for part in request.parts] == ["USER"]
