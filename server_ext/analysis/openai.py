@@ -48,7 +48,7 @@ _OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ITEMS: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _TOOL_ENDS: Final = frozenset({"tool_calls", "function_call", "tool_use"})
 _IDS: Final = msgspec.json.Decoder(list[int])
-_NULL: Final = b"null"
+_EMPTY: Final = frozenset({b"null", b"[]", b'""'})
 
 
 class _Head(msgspec.Struct):
@@ -82,7 +82,7 @@ def parse(where: str, fields: _Fields) -> Request | None:
     places = [outer, body, *(_object_at(f, ("metadata",)) for f in (outer, body))]
     places += [_lowered(_object_at(f, ("headers",))) for f in (outer, body)]
     usage = _object_at(outer, ("usage",)) or _object_at(reply, ("usage",))
-    source = body if not body.keys().isdisjoint(_PROMPT_NAMES) else outer
+    source = body if any(_is_there(body, name) for name in _PROMPT_NAMES) else outer
 
     request = Request(
         where=where,
@@ -253,7 +253,8 @@ def part_fingerprint(part: Part) -> int | None:
 
 
 def _is_there(fields: _Fields, name: str) -> bool:
-    return name in fields and bytes(memoryview(fields[name])[:4]) != _NULL
+    """Return whether there is something under a name: an empty value must not hide what another name has."""
+    return name in fields and bytes(memoryview(fields[name])[:5]) not in _EMPTY
 
 
 def _first(raw: msgspec.Raw) -> bytes:

@@ -22,3 +22,14 @@ def test_input_is_a_body_or_a_prompt(prompt):
     """Under `input` lies a whole body, as tracers log it, or the prompt of a Responses body."""
     (request,), _ = parse([prompt])
     assert [part.kind.name for part in request.parts] == ["USER"]
+
+
+@pytest.mark.parametrize("empty", [[], "", None])
+@pytest.mark.parametrize("name", ["prompt_token_ids", "input_ids", "messages", "input"])
+def test_an_empty_prompt_hides_no_other(name, empty):
+    """A body may have all names of a prompt: the one with something in it counts, also outside of the body."""
+    filled = {"prompt": "x" * 400}
+    for line in ({name: empty, **filled}, {"request": {name: empty, **filled}}, {"request": {name: empty}, **filled}):
+        (request,), problems = parse([line])
+        assert request.num_prompt_tokens == 100
+        assert not problems.counts
