@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
+from .problems import Problems
 from .requests import BYTES_PER_TOKEN, CHUNK_TOKENS, Kind, Part, Request, chain_bytes, pack_ids, reply_fingerprint
 
 FIELDS: Final[dict[str, tuple[str, ...]]] = {
@@ -69,8 +70,8 @@ def is_request(fields: _Fields) -> bool:
     return not names.isdisjoint(_PROMPT_NAMES) or not names.isdisjoint(FIELDS["body"]) or "usage" in names
 
 
-def parse(where: str, fields: _Fields) -> Request | None:
-    """Return the request of a line; None where it has neither a prompt nor its length.
+def parse(where: str, fields: _Fields, problems: Problems) -> Request | None:
+    """Return the request of a line; None, and a problem, where it has not one prompt or its length.
 
     Raises:
         msgspec.DecodeError, ValueError, TypeError, OverflowError: a value has not the type of its name.
@@ -94,8 +95,12 @@ def parse(where: str, fields: _Fields) -> Request | None:
     if request.start_s is None:
         request.start_s = _time([reply], ("created", "created_at"))
     num_bytes = _read_prompt(request, source)
+    if num_bytes is None:
+        problems.add("several_prompts", where)
+        return None
     num_prompt = _number([usage, *places], FIELDS["prompt_tokens"])
     if num_bytes == 0 and num_prompt is None:
+        problems.add("no_prompt", where)
         return None
     _read_times(request, places)
     _read_counts(request, usage, num_bytes, num_prompt, _number([usage, *places], FIELDS["output_tokens"]))
@@ -134,8 +139,11 @@ def _parse_iso(text: str) -> float | None:
 # -------------------------------------------------------------------- the prompt
 
 
-def _read_prompt(request: Request, fields: _Fields) -> int:
-    """Read the prompt into the request; return its size in bytes (of ids: four a token), 0 where there is none."""
+def _read_prompt(request: Request, fields: _Fields) -> int | None:
+    """Read the prompt into the request; return its size in bytes (of ids: four a token).
+
+    0 where there is none, None where there are several.
+    """
     for name in ("prompt_token_ids", "input_ids"):
         if _is_there(fields, name):
             return _read_ids(request, _IDS.decode(fields[name]))
@@ -147,13 +155,18 @@ def _read_prompt(request: Request, fields: _Fields) -> int:
     names = [name for name in ("messages", "input", "prompt") if _is_there(fields, name)]
     if not names:
         return 0
-    raw = bytes(fields[names[0]])
-    if raw.startswith(b'"'):
+    raw = fields[names[0]]
+    items = _items(raw)
+    if items and (_first(items[0]) == b"[" or (_first(items[0]) == b'"' and names[0] != "messages")):
+        # A completion may be asked for a list of prompts, be it of one.
+        if len(items) > 1:
+            return None
+        raw, items = items[0], _items(items[0])
+    if _first(raw) == b'"':
         # A text has no regions that could be told apart.
         text = msgspec.json.decode(raw, type=str).encode(errors="replace")
         request.data = b"".join([*(part.raw for part in parts), text])
     else:
-        items = _ITEMS.decode(raw)
         if items and _first(items[0]).isdigit():
             return _read_ids(request, _IDS.decode(raw))
         request.parts = [*parts, *(Part(_kind(item), bytes(item)) for item in items)]
@@ -260,6 +273,11 @@ def _is_there(fields: _Fields, name: str) -> bool:
 def _first(raw: msgspec.Raw) -> bytes:
     """Return the first character, which tells a JSON value's kind, without a copy of the rest."""
     return bytes(memoryview(raw)[:1])
+
+
+def _items(raw: msgspec.Raw) -> list[msgspec.Raw]:
+    """Return what is in a list; nothing is in a text."""
+    return [] if _first(raw) == b'"' else _ITEMS.decode(raw)
 
 
 def _object_at(fields: _Fields, names: tuple[str, ...]) -> _Fields:

@@ -11,6 +11,7 @@ PROBLEMS: Final[dict[str, str]] = {
     "unreadable_file": "could not be opened or decompressed; skipped",
     "ignored_file": "not a log by its name (.json, .jsonl, .ndjson, .log, .txt, also .gz); skipped",
     "no_prompt": "names a request but tells neither its prompt nor its length; skipped",
+    "several_prompts": "asks for completions of a list of prompts at once; skipped",
     "no_time": "has no time; left out of gaps and of the replay",
     "duplicate_request": "the same request once more; skipped",
     "clock_backwards": "starts before the turn before it; its gap is not counted",

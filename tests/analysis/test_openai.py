@@ -33,3 +33,22 @@ def test_an_empty_prompt_hides_no_other(name, empty):
         (request,), problems = parse([line])
         assert request.num_prompt_tokens == 100
         assert not problems.counts
+
+
+@pytest.mark.parametrize("prompt", [[7] * 130, "x" * 520])
+def test_a_list_of_one_prompt_is_that_prompt(prompt):
+    """A completion of a list of prompts that is one prompt is the same request as without the list."""
+    (plain, listed), problems = parse([{"prompt": prompt}, {"prompt": [prompt]}])
+    assert (listed.num_prompt_tokens, listed.chunk_ids) == (130, plain.chunk_ids)
+    assert not problems.counts
+
+
+@pytest.mark.parametrize(
+    "several", [{"prompt": [[1, 2], [3]]}, {"prompt": ["a", "b"]}, {"input": ["a", "b"]}, {"messages": [[user("a")]] * 2}]
+)
+def test_several_prompts_in_one_request_are_no_turn(several):
+    """Prompts side by side are not one conversation's: they are counted and left out."""
+    requests, problems = parse([several, chat([user("x")])])
+    assert len(requests) == 1
+    assert problems.counts == {"several_prompts": 1}
+    assert problems.first_seen["several_prompts"] == "log:1"
