@@ -4,8 +4,9 @@ The body may lie at the top or under `request`, `body`, `kwargs` or `input`, the
 `output`; chat, completion, Responses and Anthropic bodies are understood. `FIELDS` is the list of names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -61,7 +62,8 @@ class _Head(msgspec.Struct):
 
 _HEAD: Final = msgspec.json.Decoder(_Head)
 
-_MAX_TOKENS = 1 << 30
+# Far above any context, and rows hold a prompt and its answer in an int32.
+_MAX_TOKENS: Final = 1 << 29
 
 
 def is_request(fields: _Fields) -> bool:
@@ -98,12 +100,15 @@ def parse(where: str, fields: _Fields, problems: Problems) -> Request | None:
     if num_bytes is None:
         problems.add("several_prompts", where)
         return None
-    num_prompt = _number([usage, *places], FIELDS["prompt_tokens"])
+    counts = [usage, *places]
+    on_bad = partial(problems.add, "bad_count", where)
+    num_prompt = _count(counts, FIELDS["prompt_tokens"], on_bad)
     if num_bytes == 0 and num_prompt is None:
         problems.add("no_prompt", where)
         return None
     _read_times(request, places)
-    _read_counts(request, usage, num_bytes, num_prompt, _number([usage, *places], FIELDS["output_tokens"]))
+    request.num_output_tokens = _count(counts, FIELDS["output_tokens"], on_bad) or 0
+    _read_prompt_counts(request, usage, num_bytes, num_prompt, on_bad)
     _read_reply(request, reply)
     return request
 
@@ -197,26 +202,24 @@ def _kind(raw: msgspec.Raw) -> Kind:
     return _KINDS.get(str(head.role or head.type), Kind.OTHER)
 
 
-def _read_counts(
-    request: Request, usage: _Fields, num_bytes: int, num_prompt: float | None, num_output: float | None
+def _read_prompt_counts(
+    request: Request, usage: _Fields, num_bytes: int, num_prompt: int | None, on_bad: Callable[[], None]
 ) -> None:
     is_exact = request.num_prompt_tokens > 0
     if not is_exact:
         request.is_estimated = num_prompt is None
-        request.num_prompt_tokens = num_bytes // BYTES_PER_TOKEN if num_prompt is None else _tokens(num_prompt)
+        request.num_prompt_tokens = num_bytes // BYTES_PER_TOKEN if num_prompt is None else num_prompt
         if num_bytes and num_prompt is not None:
             # What the engine counted, spread over the bytes.
             bytes_per_token = num_bytes / max(1, request.num_prompt_tokens)
             request.tokens_per_chunk = CHUNK_TOKENS * BYTES_PER_TOKEN / bytes_per_token
-    request.num_output_tokens = _tokens(num_output or 0)
     details = _object_at(usage, ("prompt_tokens_details", "input_tokens_details"))
-    cached = _number([details, usage], ("cached_tokens", "cache_read_input_tokens"))
-    request.num_cached_tokens = None if cached is None else min(_tokens(cached), request.num_prompt_tokens)
-
-
-def _tokens(count: float) -> int:
-    """Return a count of a log as tokens: a number that no context holds is a broken log, not an overflow of ours."""
-    return int(min(max(count, 0), _MAX_TOKENS))
+    cached = _count([details, usage], ("cached_tokens", "cache_read_input_tokens"), on_bad)
+    if cached is not None and cached > request.num_prompt_tokens and not request.is_estimated:
+        on_bad()
+        cached = None
+    # Of a prompt whose length is a guess, all of it may be cached; of a known one there cannot be more.
+    request.num_cached_tokens = None if cached is None else min(cached, request.num_prompt_tokens)
 
 
 def _read_times(request: Request, places: list[_Fields]) -> None:
@@ -316,6 +319,15 @@ def _number(places: list[_Fields], names: tuple[str, ...]) -> float | None:
     for value in _values(places, names):
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf"):
             return float(value)
+    return None
+
+
+def _count(places: list[_Fields], names: tuple[str, ...], on_bad: Callable[[], None]) -> int | None:
+    """Return the first value that can be a count of tokens; tell of each before it that cannot."""
+    for value in _values(places, names):
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MAX_TOKENS:
+            return int(value)
+        on_bad()
     return None
 
 

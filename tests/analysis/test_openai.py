@@ -1,6 +1,6 @@
 import pytest
 
-from tests.analysis.logs import chat, parse, user
+from tests.analysis.logs import chat, parse, report_of, user
 
 
 @pytest.mark.parametrize("empty", ["", " \t", True])
@@ -52,3 +52,38 @@ def test_several_prompts_in_one_request_are_no_turn(several):
     assert len(requests) == 1
     assert problems.counts == {"several_prompts": 1}
     assert problems.first_seen["several_prompts"] == "log:1"
+
+
+@pytest.mark.parametrize("bad", [-1, True, 1.5e300, 10**30, 2**29 + 1, "300", {"text": 300}])
+@pytest.mark.parametrize("name", ["prompt_tokens", "completion_tokens", "cached_tokens"])
+def test_a_count_that_cannot_be_is_no_count(name, bad):
+    """What no count of tokens can be is counted, and the request goes on as if it were not there."""
+    usage = {"prompt_tokens": 300, "completion_tokens": 7, "cached_tokens": 128}
+    wanted = {"prompt_tokens": 25, "completion_tokens": 0, "cached_tokens": None}
+    (request,), problems = parse([{"prompt": "x" * 100, "usage": {**usage, name: bad}}])
+    found = (request.num_prompt_tokens, request.num_output_tokens, request.num_cached_tokens)
+    assert dict(zip(usage, found, strict=True))[name] == wanted[name]
+    assert problems.counts == {"bad_count": 1}
+    assert request.is_estimated == (name == "prompt_tokens")
+
+
+def test_a_count_that_is_no_json_number():
+    """What Python writes for no number is no JSON: the line is malformed."""
+    requests, problems = parse([{"prompt": "x", "usage": {"prompt_tokens": float("nan")}}])
+    assert not requests
+    assert problems.counts == {"malformed_line": 1}
+
+
+def test_no_more_of_a_prompt_is_cached_than_it_has():
+    """More cached tokens than the prompt has is a log that counts otherwise, not a prompt that is all there."""
+    (request,), problems = parse([{"prompt": "x" * 100, "usage": {"prompt_tokens": 12, "cached_tokens": 50_000}}])
+    assert (request.num_prompt_tokens, request.num_cached_tokens) == (12, None)
+    assert problems.counts == {"bad_count": 1}
+
+
+@pytest.mark.parametrize("count", [2**29, 2**30, 2**31])
+def test_the_longest_counts_fit_into_a_row(count):
+    """A prompt and its answer together, what the next turn finds, do not overflow."""
+    usage = {"prompt_tokens": count, "completion_tokens": count}
+    report = report_of([chat([user("x" * 100)], t=t, usage=usage) for t in (0, 5)])
+    assert report.reuse.num_turns == 2
