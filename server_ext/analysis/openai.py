@@ -102,7 +102,8 @@ def parse(where: str, fields: _Fields, problems: Problems) -> Request | None:
         return None
     counts = [usage, *places]
     on_bad = partial(problems.add, "bad_count", where)
-    num_prompt = _count(counts, FIELDS["prompt_tokens"], on_bad)
+    # No prompt is of no tokens: gateways write 0 for what they do not know.
+    num_prompt = _count(counts, FIELDS["prompt_tokens"], on_bad) or None
     if num_bytes == 0 and num_prompt is None:
         problems.add("no_prompt", where)
         return None

@@ -87,3 +87,11 @@ def test_the_longest_counts_fit_into_a_row(count):
     usage = {"prompt_tokens": count, "completion_tokens": count}
     report = report_of([chat([user("x" * 100)], t=t, usage=usage) for t in (0, 5)])
     assert report.reuse.num_turns == 2
+
+
+def test_a_prompt_of_no_tokens_is_of_unknown_length():
+    """A count of 0 is what a gateway writes that does not know: the length is estimated, or there is no prompt."""
+    usage = {"prompt_tokens": 0, "completion_tokens": 7}
+    (request,), problems = parse([{"prompt": "x" * 100, "usage": usage}, {"usage": usage}])
+    assert (request.num_prompt_tokens, request.is_estimated, request.num_output_tokens) == (25, True, 7)
+    assert problems.counts == {"no_prompt": 1}
