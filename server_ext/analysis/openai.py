@@ -25,8 +25,12 @@ FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "duration_ms": ("duration_ms", "latency_ms"),
     "ttft_s": ("ttft_s", "ttft"),
     "ttft_ms": ("ttft_ms",),
-    "prompt_tokens": ("prompt_tokens", "input_tokens", "num_prompt_tokens"),
+    "prompt_tokens": ("prompt_tokens", "num_prompt_tokens"),
+    "input_tokens": ("input_tokens",),
     "output_tokens": ("completion_tokens", "output_tokens", "num_output_tokens"),
+    "cached_tokens": ("cached_tokens",),
+    "cache_read_tokens": ("cache_read_input_tokens",),
+    "cache_write_tokens": ("cache_creation_input_tokens",),
 }
 """What is looked for, under which names; the first that is there counts."""
 
@@ -100,16 +104,11 @@ def parse(where: str, fields: _Fields, problems: Problems) -> Request | None:
     if num_bytes is None:
         problems.add("several_prompts", where)
         return None
-    counts = [usage, *places]
-    on_bad = partial(problems.add, "bad_count", where)
-    # No prompt is of no tokens: gateways write 0 for what they do not know.
-    num_prompt = _count(counts, FIELDS["prompt_tokens"], on_bad) or None
-    if num_bytes == 0 and num_prompt is None:
+    _read_counts(request, usage, places, num_bytes, partial(problems.add, "bad_count", where))
+    if num_bytes == 0 and not request.num_prompt_tokens:
         problems.add("no_prompt", where)
         return None
     _read_times(request, places)
-    request.num_output_tokens = _count(counts, FIELDS["output_tokens"], on_bad) or 0
-    _read_prompt_counts(request, usage, num_bytes, num_prompt, on_bad)
     _read_reply(request, reply)
     return request
 
@@ -203,24 +202,42 @@ def _kind(raw: msgspec.Raw) -> Kind:
     return _KINDS.get(str(head.role or head.type), Kind.OTHER)
 
 
-def _read_prompt_counts(
-    request: Request, usage: _Fields, num_bytes: int, num_prompt: int | None, on_bad: Callable[[], None]
+def _read_counts(
+    request: Request, usage: _Fields, places: list[_Fields], num_bytes: int, on_bad: Callable[[], None]
 ) -> None:
-    is_exact = request.num_prompt_tokens > 0
-    if not is_exact:
+    """Read what was counted of the prompt, of what a cache had of it, and of the answer."""
+    counts = [usage, *places]
+    details = _object_at(usage, ("prompt_tokens_details", "input_tokens_details"))
+    cached = _count([details, *counts], FIELDS["cached_tokens"], on_bad)
+    num_read = _count(counts, FIELDS["cache_read_tokens"], on_bad)
+    num_written = _count(counts, FIELDS["cache_write_tokens"], on_bad)
+    # OpenAI's details are of the prompt's tokens; Anthropic counts beside its input what the cache gave and took.
+    num_prompt = _num_prompt(counts, 0 if details else (num_read or 0) + (num_written or 0), on_bad)
+    if not request.num_prompt_tokens:
         request.is_estimated = num_prompt is None
         request.num_prompt_tokens = num_bytes // BYTES_PER_TOKEN if num_prompt is None else num_prompt
         if num_bytes and num_prompt is not None:
             # What the engine counted, spread over the bytes.
-            bytes_per_token = num_bytes / max(1, request.num_prompt_tokens)
-            request.tokens_per_chunk = CHUNK_TOKENS * BYTES_PER_TOKEN / bytes_per_token
-    details = _object_at(usage, ("prompt_tokens_details", "input_tokens_details"))
-    cached = _count([details, usage], ("cached_tokens", "cache_read_input_tokens"), on_bad)
+            request.tokens_per_chunk = CHUNK_TOKENS * BYTES_PER_TOKEN / (num_bytes / num_prompt)
+    cached = num_read if cached is None else cached
     if cached is not None and cached > request.num_prompt_tokens and not request.is_estimated:
         on_bad()
         cached = None
     # Of a prompt whose length is a guess, all of it may be cached; of a known one there cannot be more.
     request.num_cached_tokens = None if cached is None else min(cached, request.num_prompt_tokens)
+    request.num_output_tokens = _count(counts, FIELDS["output_tokens"], on_bad) or 0
+
+
+def _num_prompt(counts: list[_Fields], num_beside: int, on_bad: Callable[[], None]) -> int | None:
+    """Return the tokens of the prompt, `num_beside` of them not in its input's count; None where it is not told."""
+    num_prompt = _count(counts, FIELDS["prompt_tokens"], on_bad)
+    if not num_prompt and (num_input := _count(counts, FIELDS["input_tokens"], on_bad)) is not None:
+        num_prompt = num_input + num_beside
+        if num_prompt > _MAX_TOKENS:
+            on_bad()
+            return None
+    # No prompt is of no tokens: gateways write 0 for what they do not know.
+    return num_prompt or None
 
 
 def _read_times(request: Request, places: list[_Fields]) -> None:

@@ -95,3 +95,32 @@ def test_a_prompt_of_no_tokens_is_of_unknown_length():
     (request,), problems = parse([{"prompt": "x" * 100, "usage": usage}, {"usage": usage}])
     assert (request.num_prompt_tokens, request.is_estimated, request.num_output_tokens) == (25, True, 7)
     assert problems.counts == {"no_prompt": 1}
+
+
+APART = {"input_tokens": 12, "cache_read_input_tokens": 50_000, "cache_creation_input_tokens": 300}
+
+
+@pytest.mark.parametrize(
+    ("usage", "num_prompt", "num_cached"),
+    [
+        (APART, 50_312, 50_000),
+        ({**APART, "cache_creation_input_tokens": None}, 50_012, 50_000),
+        ({"input_tokens": 0, "cache_creation_input_tokens": 300}, 300, None),
+        # OpenAI's input has the cached ones in it, and so has the prompt that a gateway makes of Anthropic's usage.
+        ({"input_tokens": 50_312, "input_tokens_details": {"cached_tokens": 50_000}}, 50_312, 50_000),
+        ({**APART, "prompt_tokens": 50_312, "prompt_tokens_details": {"cached_tokens": 50_000}}, 50_312, 50_000),
+        ({**APART, "prompt_tokens": 50_312}, 50_312, 50_000),
+    ],
+)
+def test_cached_tokens_beside_the_input_and_in_it(usage, num_prompt, num_cached):
+    """Anthropic counts cached tokens beside the input, OpenAI in it: the prompt is all that the model has read."""
+    (request,), problems = parse([{"messages": [user("x")], "usage": usage}])
+    assert (request.num_prompt_tokens, request.num_cached_tokens) == (num_prompt, num_cached)
+    assert not problems.counts
+
+
+def test_a_sum_that_no_prompt_has_is_no_count():
+    """Counts that can be, each by itself, but not together."""
+    (request,), problems = parse([{"prompt": "x" * 100, "usage": dict.fromkeys(APART, 2**29)}])
+    assert (request.num_prompt_tokens, request.is_estimated) == (25, True)
+    assert problems.counts == {"bad_count": 1}
