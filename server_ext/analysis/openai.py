@@ -21,10 +21,12 @@ FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "request_id": ("request_id", "id", "custom_id", "x-request-id"),
     "start": ("timestamp", "start_time", "started_at", "time", "ts", "t", "created_at", "created", "request_time"),
     "end": ("end_time", "ended_at", "finished_at", "completed_at"),
-    "duration_s": ("duration_s", "latency_s", "duration", "latency", "e2e_latency"),
+    "duration_s": ("duration_s", "latency_s"),
     "duration_ms": ("duration_ms", "latency_ms"),
-    "ttft_s": ("ttft_s", "ttft"),
+    "duration": ("duration", "latency", "e2e_latency"),
+    "ttft_s": ("ttft_s",),
     "ttft_ms": ("ttft_ms",),
+    "ttft": ("ttft",),
     "prompt_tokens": ("prompt_tokens", "num_prompt_tokens"),
     "input_tokens": ("input_tokens",),
     "output_tokens": ("completion_tokens", "output_tokens", "num_output_tokens"),
@@ -48,6 +50,8 @@ _KINDS: Final = {
 }
 # Seconds since 1970 stay below the first for 3000 years; milliseconds and microseconds lie in between.
 _UNIT_LIMITS: Final = ((1e11, 1.0), (1e14, 1e-3), (1e17, 1e-6))
+# What names no unit is in seconds, as long as a request may take so many: beyond, it may as well be milliseconds.
+_MAX_BARE_S: Final = {"duration": 600.0, "ttft": 60.0}
 
 _Fields = Mapping[str, msgspec.Raw]
 _OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -108,7 +112,7 @@ def parse(where: str, fields: _Fields, problems: Problems) -> Request | None:
     if num_bytes == 0 and not request.num_prompt_tokens:
         problems.add("no_prompt", where)
         return None
-    _read_times(request, places)
+    _read_times(request, places, partial(problems.add, "unknown_unit", where))
     _read_reply(request, reply)
     return request
 
@@ -240,18 +244,25 @@ def _num_prompt(counts: list[_Fields], num_beside: int, on_bad: Callable[[], Non
     return num_prompt or None
 
 
-def _read_times(request: Request, places: list[_Fields]) -> None:
-    ttft_s = _number(places, FIELDS["ttft_s"])
-    ttft_ms = _number(places, FIELDS["ttft_ms"])
-    request.ttft_s = ttft_s if ttft_s is not None else ttft_ms and ttft_ms / 1e3
+def _read_times(request: Request, places: list[_Fields], on_unknown: Callable[[], None]) -> None:
+    request.ttft_s = _seconds(places, "ttft", on_unknown)
     request.end_s = _time(places, FIELDS["end"])
     if request.end_s is None and request.start_s is not None:
-        duration_s = _number(places, FIELDS["duration_s"])
-        duration_ms = _number(places, FIELDS["duration_ms"])
-        if duration_s is None and duration_ms is not None:
-            duration_s = duration_ms / 1e3
-        if duration_s is not None and duration_s >= 0:
+        duration_s = _seconds(places, "duration", on_unknown)
+        if duration_s is not None:
             request.end_s = request.start_s + duration_s
+
+
+def _seconds(places: list[_Fields], name: str, on_unknown: Callable[[], None]) -> float | None:
+    """Return how long something took; None, and it is told, where nobody knows in which unit."""
+    for unit, per_second in (("s", 1.0), ("ms", 1e3)):
+        if (value := _number(places, FIELDS[f"{name}_{unit}"])) is not None:
+            return value / per_second
+    value = _number(places, FIELDS[name])
+    if value is not None and value > _MAX_BARE_S[name]:
+        on_unknown()
+        return None
+    return value
 
 
 def _read_reply(request: Request, reply: _Fields) -> None:

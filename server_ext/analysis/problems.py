@@ -13,6 +13,7 @@ PROBLEMS: Final[dict[str, str]] = {
     "no_prompt": "names a request but tells neither its prompt nor its length; skipped",
     "several_prompts": "asks for completions of a list of prompts at once; skipped",
     "bad_count": "a token count below 0, above 2**29, above its prompt's or no number; taken as not told",
+    "unknown_unit": "a latency, duration or ttft too long for seconds, its name without a unit; taken as not told",
     "no_time": "has no time; left out of gaps and of the replay",
     "duplicate_request": "the same request once more; skipped",
     "clock_backwards": "starts before the turn before it; its gap is not counted",

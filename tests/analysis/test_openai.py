@@ -44,7 +44,8 @@ def test_a_list_of_one_prompt_is_that_prompt(prompt):
 
 
 @pytest.mark.parametrize(
-    "several", [{"prompt": [[1, 2], [3]]}, {"prompt": ["a", "b"]}, {"input": ["a", "b"]}, {"messages": [[user("a")]] * 2}]
+    "several",
+    [{"prompt": [[1, 2], [3]]}, {"prompt": ["a", "b"]}, {"input": ["a", "b"]}, {"messages": [[user("a")]] * 2}],
 )
 def test_several_prompts_in_one_request_are_no_turn(several):
     """Prompts side by side are not one conversation's: they are counted and left out."""
@@ -124,3 +125,32 @@ def test_a_sum_that_no_prompt_has_is_no_count():
     (request,), problems = parse([{"prompt": "x" * 100, "usage": dict.fromkeys(APART, 2**29)}])
     assert (request.num_prompt_tokens, request.is_estimated) == (25, True)
     assert problems.counts == {"bad_count": 1}
+
+
+@pytest.mark.parametrize("name", ["latency", "duration", "e2e_latency"])
+def test_a_duration_without_a_unit(name):
+    """It is in seconds if a request may take so long; 2,340 are 39 minutes or 2.3 seconds, and nobody knows."""
+    (known, unknown), problems = parse([chat([user("x")], t=t, duration_s=None, **{name: t}) for t in (600, 2340)])
+    assert (known.end_s - known.start_s, unknown.end_s) == (600, None)
+    assert problems.counts == {"unknown_unit": 1}
+    assert problems.first_seen["unknown_unit"] == "log:2"
+
+
+def test_a_ttft_without_a_unit():
+    """A first token comes sooner than an answer ends: seconds are believed up to a minute."""
+    (known, unknown), problems = parse([chat([user("x")], ttft=ttft) for ttft in (60, 250)])
+    assert (known.ttft_s, unknown.ttft_s) == (60, None)
+    assert problems.counts == {"unknown_unit": 1}
+
+
+def test_a_unit_in_the_name_is_believed():
+    """However long it is, and before a name without one."""
+    (slow, fast), problems = parse(
+        [
+            chat([user("x")], duration_s=2340, ttft_s=700),
+            chat([user("x")], duration_s=None, latency=2340, latency_ms=2340, ttft=250, ttft_ms=250),
+        ]
+    )
+    assert (slow.end_s - slow.start_s, slow.ttft_s) == (2340, 700)
+    assert (fast.end_s - fast.start_s, fast.ttft_s) == (pytest.approx(2.34), 0.25)
+    assert not problems.counts
