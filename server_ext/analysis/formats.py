@@ -114,10 +114,8 @@ class Parser:
         elif _is_mooncake(fields):
             yield from self._counted("mooncake", [traces.parse_mooncake(where, line)])
         elif openai.is_request(fields):
-            request = openai.parse(where, fields)
-            if request is None:
-                self._problems.add("no_prompt", where)
-            else:
+            request = openai.parse(where, fields, self._problems)
+            if request is not None:
                 yield from self._counted("openai", [request])
         elif _TEXT_IN_JSON.search(line):
             text = openai.text_of_log_record(fields)

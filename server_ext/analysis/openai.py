@@ -4,27 +4,35 @@ The body may lie at the top or under `request`, `body`, `kwargs` or `input`, the
 `output`; chat, completion, Responses and Anthropic bodies are understood. `FIELDS` is the list of names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any, Final
 
 import msgspec
 
+from .problems import Problems
 from .requests import BYTES_PER_TOKEN, CHUNK_TOKENS, Kind, Part, Request, chain_bytes, pack_ids, reply_fingerprint
 
 FIELDS: Final[dict[str, tuple[str, ...]]] = {
-    "body": ("request", "body", "kwargs", "request_body"),
+    "body": ("request", "body", "kwargs", "request_body", "input"),
     "reply": ("response", "output", "response_body", "completion"),
     "session": ("session_id", "conversation_id", "thread_id", "x-session-id", "x-correlation-id"),
     "request_id": ("request_id", "id", "custom_id", "x-request-id"),
     "start": ("timestamp", "start_time", "started_at", "time", "ts", "t", "created_at", "created", "request_time"),
     "end": ("end_time", "ended_at", "finished_at", "completed_at"),
-    "duration_s": ("duration_s", "latency_s", "duration", "latency", "e2e_latency"),
+    "duration_s": ("duration_s", "latency_s"),
     "duration_ms": ("duration_ms", "latency_ms"),
-    "ttft_s": ("ttft_s", "ttft"),
+    "duration": ("duration", "latency", "e2e_latency"),
+    "ttft_s": ("ttft_s",),
     "ttft_ms": ("ttft_ms",),
-    "prompt_tokens": ("prompt_tokens", "input_tokens", "num_prompt_tokens"),
+    "ttft": ("ttft",),
+    "prompt_tokens": ("prompt_tokens", "num_prompt_tokens"),
+    "input_tokens": ("input_tokens",),
     "output_tokens": ("completion_tokens", "output_tokens", "num_output_tokens"),
+    "cached_tokens": ("cached_tokens",),
+    "cache_read_tokens": ("cache_read_input_tokens",),
+    "cache_write_tokens": ("cache_creation_input_tokens",),
 }
 """What is looked for, under which names; the first that is there counts."""
 
@@ -42,13 +50,15 @@ _KINDS: Final = {
 }
 # Seconds since 1970 stay below the first for 3000 years; milliseconds and microseconds lie in between.
 _UNIT_LIMITS: Final = ((1e11, 1.0), (1e14, 1e-3), (1e17, 1e-6))
+# What names no unit is in seconds, as long as a request may take so many: beyond, it may as well be milliseconds.
+_MAX_BARE_S: Final = {"duration": 600.0, "ttft": 60.0}
 
 _Fields = Mapping[str, msgspec.Raw]
 _OBJECT: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ITEMS: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _TOOL_ENDS: Final = frozenset({"tool_calls", "function_call", "tool_use"})
 _IDS: Final = msgspec.json.Decoder(list[int])
-_NULL: Final = b"null"
+_EMPTY: Final = frozenset({b"null", b"[]", b'""'})
 
 
 class _Head(msgspec.Struct):
@@ -60,7 +70,8 @@ class _Head(msgspec.Struct):
 
 _HEAD: Final = msgspec.json.Decoder(_Head)
 
-_MAX_TOKENS = 1 << 30
+# Far above any context, and rows hold a prompt and its answer in an int32.
+_MAX_TOKENS: Final = 1 << 29
 
 
 def is_request(fields: _Fields) -> bool:
@@ -69,8 +80,8 @@ def is_request(fields: _Fields) -> bool:
     return not names.isdisjoint(_PROMPT_NAMES) or not names.isdisjoint(FIELDS["body"]) or "usage" in names
 
 
-def parse(where: str, fields: _Fields) -> Request | None:
-    """Return the request of a line; None where it has neither a prompt nor its length.
+def parse(where: str, fields: _Fields, problems: Problems) -> Request | None:
+    """Return the request of a line; None, and a problem, where it has not one prompt or its length.
 
     Raises:
         msgspec.DecodeError, ValueError, TypeError, OverflowError: a value has not the type of its name.
@@ -82,7 +93,7 @@ def parse(where: str, fields: _Fields) -> Request | None:
     places = [outer, body, *(_object_at(f, ("metadata",)) for f in (outer, body))]
     places += [_lowered(_object_at(f, ("headers",))) for f in (outer, body)]
     usage = _object_at(outer, ("usage",)) or _object_at(reply, ("usage",))
-    source = body if not body.keys().isdisjoint(_PROMPT_NAMES) else outer
+    source = body if any(_is_there(body, name) for name in _PROMPT_NAMES) else outer
 
     request = Request(
         where=where,
@@ -94,11 +105,14 @@ def parse(where: str, fields: _Fields) -> Request | None:
     if request.start_s is None:
         request.start_s = _time([reply], ("created", "created_at"))
     num_bytes = _read_prompt(request, source)
-    num_prompt = _number([usage, *places], FIELDS["prompt_tokens"])
-    if num_bytes == 0 and num_prompt is None:
+    if num_bytes is None:
+        problems.add("several_prompts", where)
         return None
-    _read_times(request, places)
-    _read_counts(request, usage, num_bytes, num_prompt, _number([usage, *places], FIELDS["output_tokens"]))
+    _read_counts(request, usage, places, num_bytes, partial(problems.add, "bad_count", where))
+    if num_bytes == 0 and not request.num_prompt_tokens:
+        problems.add("no_prompt", where)
+        return None
+    _read_times(request, places, partial(problems.add, "unknown_unit", where))
     _read_reply(request, reply)
     return request
 
@@ -134,8 +148,11 @@ def _parse_iso(text: str) -> float | None:
 # -------------------------------------------------------------------- the prompt
 
 
-def _read_prompt(request: Request, fields: _Fields) -> int:
-    """Read the prompt into the request; return its size in bytes (of ids: four a token), 0 where there is none."""
+def _read_prompt(request: Request, fields: _Fields) -> int | None:
+    """Read the prompt into the request; return its size in bytes (of ids: four a token).
+
+    0 where there is none, None where there are several.
+    """
     for name in ("prompt_token_ids", "input_ids"):
         if _is_there(fields, name):
             return _read_ids(request, _IDS.decode(fields[name]))
@@ -147,13 +164,18 @@ def _read_prompt(request: Request, fields: _Fields) -> int:
     names = [name for name in ("messages", "input", "prompt") if _is_there(fields, name)]
     if not names:
         return 0
-    raw = bytes(fields[names[0]])
-    if raw.startswith(b'"'):
+    raw = fields[names[0]]
+    items = _items(raw)
+    if items and (_first(items[0]) == b"[" or (_first(items[0]) == b'"' and names[0] != "messages")):
+        # A completion may be asked for a list of prompts, be it of one.
+        if len(items) > 1:
+            return None
+        raw, items = items[0], _items(items[0])
+    if _first(raw) == b'"':
         # A text has no regions that could be told apart.
         text = msgspec.json.decode(raw, type=str).encode(errors="replace")
         request.data = b"".join([*(part.raw for part in parts), text])
     else:
-        items = _ITEMS.decode(raw)
         if items and _first(items[0]).isdigit():
             return _read_ids(request, _IDS.decode(raw))
         request.parts = [*parts, *(Part(_kind(item), bytes(item)) for item in items)]
@@ -185,39 +207,62 @@ def _kind(raw: msgspec.Raw) -> Kind:
 
 
 def _read_counts(
-    request: Request, usage: _Fields, num_bytes: int, num_prompt: float | None, num_output: float | None
+    request: Request, usage: _Fields, places: list[_Fields], num_bytes: int, on_bad: Callable[[], None]
 ) -> None:
-    is_exact = request.num_prompt_tokens > 0
-    if not is_exact:
+    """Read what was counted of the prompt, of what a cache had of it, and of the answer."""
+    counts = [usage, *places]
+    details = _object_at(usage, ("prompt_tokens_details", "input_tokens_details"))
+    cached = _count([details, *counts], FIELDS["cached_tokens"], on_bad)
+    num_read = _count(counts, FIELDS["cache_read_tokens"], on_bad)
+    num_written = _count(counts, FIELDS["cache_write_tokens"], on_bad)
+    # OpenAI's details are of the prompt's tokens; Anthropic counts beside its input what the cache gave and took.
+    num_prompt = _num_prompt(counts, 0 if details else (num_read or 0) + (num_written or 0), on_bad)
+    if not request.num_prompt_tokens:
         request.is_estimated = num_prompt is None
-        request.num_prompt_tokens = num_bytes // BYTES_PER_TOKEN if num_prompt is None else _tokens(num_prompt)
+        request.num_prompt_tokens = num_bytes // BYTES_PER_TOKEN if num_prompt is None else num_prompt
         if num_bytes and num_prompt is not None:
             # What the engine counted, spread over the bytes.
-            bytes_per_token = num_bytes / max(1, request.num_prompt_tokens)
-            request.tokens_per_chunk = CHUNK_TOKENS * BYTES_PER_TOKEN / bytes_per_token
-    request.num_output_tokens = _tokens(num_output or 0)
-    details = _object_at(usage, ("prompt_tokens_details", "input_tokens_details"))
-    cached = _number([details, usage], ("cached_tokens", "cache_read_input_tokens"))
-    request.num_cached_tokens = None if cached is None else min(_tokens(cached), request.num_prompt_tokens)
+            request.tokens_per_chunk = CHUNK_TOKENS * BYTES_PER_TOKEN / (num_bytes / num_prompt)
+    cached = num_read if cached is None else cached
+    if cached is not None and cached > request.num_prompt_tokens and not request.is_estimated:
+        on_bad()
+        cached = None
+    # Of a prompt whose length is a guess, all of it may be cached; of a known one there cannot be more.
+    request.num_cached_tokens = None if cached is None else min(cached, request.num_prompt_tokens)
+    request.num_output_tokens = _count(counts, FIELDS["output_tokens"], on_bad) or 0
 
 
-def _tokens(count: float) -> int:
-    """Return a count of a log as tokens: a number that no context holds is a broken log, not an overflow of ours."""
-    return int(min(max(count, 0), _MAX_TOKENS))
+def _num_prompt(counts: list[_Fields], num_beside: int, on_bad: Callable[[], None]) -> int | None:
+    """Return the tokens of the prompt, `num_beside` of them not in its input's count; None where it is not told."""
+    num_prompt = _count(counts, FIELDS["prompt_tokens"], on_bad)
+    if not num_prompt and (num_input := _count(counts, FIELDS["input_tokens"], on_bad)) is not None:
+        num_prompt = num_input + num_beside
+        if num_prompt > _MAX_TOKENS:
+            on_bad()
+            return None
+    # No prompt is of no tokens: gateways write 0 for what they do not know.
+    return num_prompt or None
 
 
-def _read_times(request: Request, places: list[_Fields]) -> None:
-    ttft_s = _number(places, FIELDS["ttft_s"])
-    ttft_ms = _number(places, FIELDS["ttft_ms"])
-    request.ttft_s = ttft_s if ttft_s is not None else ttft_ms and ttft_ms / 1e3
+def _read_times(request: Request, places: list[_Fields], on_unknown: Callable[[], None]) -> None:
+    request.ttft_s = _seconds(places, "ttft", on_unknown)
     request.end_s = _time(places, FIELDS["end"])
     if request.end_s is None and request.start_s is not None:
-        duration_s = _number(places, FIELDS["duration_s"])
-        duration_ms = _number(places, FIELDS["duration_ms"])
-        if duration_s is None and duration_ms is not None:
-            duration_s = duration_ms / 1e3
-        if duration_s is not None and duration_s >= 0:
+        duration_s = _seconds(places, "duration", on_unknown)
+        if duration_s is not None:
             request.end_s = request.start_s + duration_s
+
+
+def _seconds(places: list[_Fields], name: str, on_unknown: Callable[[], None]) -> float | None:
+    """Return how long something took; None, and it is told, where nobody knows in which unit."""
+    for unit, per_second in (("s", 1.0), ("ms", 1e3)):
+        if (value := _number(places, FIELDS[f"{name}_{unit}"])) is not None:
+            return value / per_second
+    value = _number(places, FIELDS[name])
+    if value is not None and value > _MAX_BARE_S[name]:
+        on_unknown()
+        return None
+    return value
 
 
 def _read_reply(request: Request, reply: _Fields) -> None:
@@ -253,12 +298,18 @@ def part_fingerprint(part: Part) -> int | None:
 
 
 def _is_there(fields: _Fields, name: str) -> bool:
-    return name in fields and bytes(memoryview(fields[name])[:4]) != _NULL
+    """Return whether there is something under a name: an empty value must not hide what another name has."""
+    return name in fields and bytes(memoryview(fields[name])[:5]) not in _EMPTY
 
 
 def _first(raw: msgspec.Raw) -> bytes:
     """Return the first character, which tells a JSON value's kind, without a copy of the rest."""
     return bytes(memoryview(raw)[:1])
+
+
+def _items(raw: msgspec.Raw) -> list[msgspec.Raw]:
+    """Return what is in a list; nothing is in a text."""
+    return [] if _first(raw) == b'"' else _ITEMS.decode(raw)
 
 
 def _object_at(fields: _Fields, names: tuple[str, ...]) -> _Fields:
@@ -287,7 +338,8 @@ def _values(places: list[_Fields], names: tuple[str, ...]) -> Any:
 
 def _text(places: list[_Fields], names: tuple[str, ...]) -> str | None:
     for value in _values(places, names):
-        if isinstance(value, str | int):
+        # An id of nobody would make one session of everybody.
+        if isinstance(value, str | int) and not isinstance(value, bool) and str(value).strip():
             return str(value)
     return None
 
@@ -296,6 +348,15 @@ def _number(places: list[_Fields], names: tuple[str, ...]) -> float | None:
     for value in _values(places, names):
         if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf"):
             return float(value)
+    return None
+
+
+def _count(places: list[_Fields], names: tuple[str, ...], on_bad: Callable[[], None]) -> int | None:
+    """Return the first value that can be a count of tokens; tell of each before it that cannot."""
+    for value in _values(places, names):
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MAX_TOKENS:
+            return int(value)
+        on_bad()
     return None
 
 
