@@ -167,7 +167,7 @@ def _write(base: Scenario, cells: list[Cell], target_s: float | None, json_path:
             "cells": [cell.to_json() for cell in cells],
             "advice": advice.to_json(),
         }
-        text = json.dumps(data, indent=1)
+        text = json.dumps(data, indent=1, allow_nan=False)
         if json_path == _STDOUT:
             typer.echo(text)
             return

@@ -18,6 +18,16 @@ def bidikv(*arguments):
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "160"})
 
 
+def write_trace(folder, *blocks):
+    """Write a trace of one session whose prompts have so many blocks of 64 tokens."""
+    requests = [
+        {"t": 10 * i, "type": "n", "in": 64 * n, "out": 20, "hash_ids": [*range(n)], "api_time": 1.0, "stop": "tool_use"}
+        for i, n in enumerate(blocks)
+    ]
+    trace = {"id": "a", "block_size": 64, "hash_id_scope": "local", "requests": requests}
+    (folder / "a.json").write_text(json.dumps(trace))
+
+
 def test_one_fleet_is_told_in_full():
     """Percentiles of first and later turns, outcomes, reasons, leases and how busy everything was."""
     said = bidikv(*SMALL_RUN)
@@ -63,15 +73,21 @@ def test_measured_rates_take_the_place_of_hardware(tmp_path):
 
 def test_recorded_sessions_are_played(tmp_path):
     """Traces are drawn from, or played as they were."""
-    requests = [
-        {"t": t, "type": "n", "in": 64 * n, "out": 20, "hash_ids": list(range(n)), "api_time": 1.0, "stop": "tool_use"}
-        for t, n in ((0, 10), (10, 14), (20, 18))
-    ]
-    trace = {"id": "a", "block_size": 64, "hash_id_scope": "local", "requests": requests}
-    (tmp_path / "a.json").write_text(json.dumps(trace))
+    write_trace(tmp_path, 10, 14, 18)
     arguments = [*SMALL_RUN, "--traces", str(tmp_path), "--json", "-"]
     assert json.loads(bidikv(*arguments).stdout)["cells"][0]["results"]["num_turns"] == 18
     assert json.loads(bidikv(*arguments, "--as-logged").stdout)["cells"][0]["results"]["num_turns"] == 3
+
+
+@pytest.mark.parametrize("blocks", [(3_000, 3_010), (10,)])
+def test_what_no_fleet_can_be_judged_by_is_null(tmp_path, blocks):
+    """Prompts over the context, or sessions of one turn: no load is called carried, and no number is infinite."""
+    write_trace(tmp_path, *blocks)
+    arguments = [*SMALL_RUN, "--traces", str(tmp_path), "--sweep", "concurrent=2,4"]
+    data = json.loads(bidikv(*arguments, "--json", "-").stdout, parse_constant=pytest.fail)
+    assert data["advice"]["target_p99_s"] is None
+    assert "Nothing is recommended" in (text := bidikv(*arguments).stdout)
+    assert "and more" not in text
 
 
 @pytest.mark.parametrize(
