@@ -191,6 +191,9 @@ FIXED_S: Final = 0.020
 GPU_MEMORY_SHARE: Final = 0.9
 """Part of a GPU's memory that vLLM takes (its default `gpu_memory_utilization`)."""
 
+_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+"""How a `config.json` calls the number of experts that a layer chooses from."""
+
 _NUMBER: Final = r"(\d+(?:\.\d+)?)"
 _GPU_TEXT: Final = re.compile(rf"{_NUMBER}TF,{_NUMBER}GB,{_NUMBER}GB/s", re.IGNORECASE)
 _LINK_TEXT: Final = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*GB/s", re.IGNORECASE)
@@ -258,7 +261,7 @@ def find_link(text: str) -> Link:
 
 
 def read_model(path: Path) -> Model:
-    """Return the model that a Hugging Face `config.json` describes: Llama-like, mixtures of experts included.
+    """Return the model that a Hugging Face `config.json` describes: Llama-like, or as DeepSeek's, experts included.
 
     Raises:
         UnknownHardware: a field is missing; the text names it.
@@ -273,26 +276,48 @@ def read_model(path: Path) -> Model:
 
 def _from_config(name: str, config: Mapping[str, Any], source: str) -> Model:
     layers, hidden, heads = config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"]
-    head = config.get("head_dim") or hidden // heads
-    kv_heads = config.get("num_key_value_heads") or heads
-    inner = config["intermediate_size"]
-    num_experts = config.get("num_experts") or config.get("num_local_experts") or 1
-    num_active = config.get("num_experts_per_tok") or 1
-    if num_experts > 1:
-        inner = config.get("moe_intermediate_size") or inner
-    attention = hidden * head * (2 * heads + 2 * kv_heads)
-    active = layers * (attention + 3 * hidden * inner * num_active)
-    total = layers * (attention + 3 * hidden * inner * num_experts) + 2 * config["vocab_size"] * hidden
-    latent = config.get("kv_lora_rank")
-    per_layer = latent + config.get("qk_rope_head_dim", 0) if latent else 2 * kv_heads * head
+    attention, attention_dim, cached = _attention(config, hidden, heads)
+    dense, active_inner, all_inner = _widths(config)
+    num_sparse = max(0, layers - (config.get("first_k_dense_replace") or 0)) if all_inner else 0
+    common = layers * attention + 3 * hidden * dense * (layers - num_sparse)
+    active, total = (common + 3 * hidden * inner * num_sparse for inner in (active_inner, all_inner))
+    total += 2 * config["vocab_size"] * hidden
     value_bytes = 4 if "32" in str(config.get("torch_dtype") or config.get("dtype")) else _BF16_BYTES
+    # DeepSeek-V3 calls its type bfloat16, which is what its fp8 weights are computed with.
+    is_fp8 = (config.get("quantization_config") or {}).get("quant_method") == "fp8"
     return Model(
         name=name,
-        kv_bytes_per_token=layers * per_layer * value_bytes,
+        kv_bytes_per_token=layers * cached * value_bytes,
         num_active_params=float(active),
         num_layers=layers,
-        attention_dim=heads * head,
-        weight_bytes=float(total * value_bytes),
+        attention_dim=attention_dim,
+        weight_bytes=float(total * (1 if is_fp8 else value_bytes)),
         max_context_tokens=config["max_position_embeddings"],
         source=source,
     )
+
+
+def _attention(config: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, int, int]:
+    """Return a layer's parameters of attention, its width, and the values that are cached for a token."""
+    latent = config.get("kv_lora_rank")
+    if not latent:
+        head = config.get("head_dim") or hidden // heads
+        kv_heads = config.get("num_key_value_heads") or heads
+        return hidden * head * (2 * heads + 2 * kv_heads), heads * head, 2 * kv_heads * head
+    # Keys and values are made from one latent; beside it only the part of the keys that is rotated is cached.
+    rotated, value = config["qk_rope_head_dim"], config["v_head_dim"]
+    plain, query = config["qk_nope_head_dim"], config.get("q_lora_rank")
+    queries = query * (hidden + heads * (plain + rotated)) if query else hidden * heads * (plain + rotated)
+    others = hidden * (latent + rotated) + latent * heads * (plain + value) + heads * value * hidden
+    return queries + others, heads * (plain + rotated + value) // 2, latent + rotated
+
+
+def _widths(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the inner width of a dense layer, and of a layer with experts a token's and all; 0 without experts."""
+    dense = config["intermediate_size"]
+    num_experts = next(filter(None, map(config.get, _EXPERTS)), 1)
+    if num_experts <= 1:
+        return dense, 0, 0
+    inner = config.get("moe_intermediate_size") or dense
+    shared = inner * (config.get("n_shared_experts") or 0) + (config.get("shared_expert_intermediate_size") or 0)
+    return dense, inner * config["num_experts_per_tok"] + shared, inner * num_experts + shared

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from server_ext.analysis.hardware import GPUS, LINKS, MODELS, UnknownHardware, find_gpu, find_link, find_model
@@ -66,6 +68,74 @@ def test_a_models_own_config(tmp_path):
     assert model.num_active_params == pytest.approx(known.num_active_params, rel=0.001)
     assert model.weight_bytes == pytest.approx(known.weight_bytes, rel=0.001)
     assert find_model(str(tmp_path)) == model
+
+
+DEEPSEEK_V3 = {
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "q_lora_rank": 1536,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163_840,
+    "torch_dtype": "bfloat16",
+}
+
+
+def config_of(folder, fields):
+    """Write a config.json; return its path as text."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(fields))
+    return str(path)
+
+
+def test_experts_and_latent_attention_are_read_from_a_config(tmp_path):
+    """DeepSeek-V3 as published: 671 B parameters, 37 B of them active (1 B embeddings), one latent per token."""
+    model, known = find_model(config_of(tmp_path, DEEPSEEK_V3)), find_model("deepseek-v3")
+    assert model.num_active_params == pytest.approx(37e9 - 1e9, rel=0.02)
+    assert model.weight_bytes / 2 == pytest.approx(671e9, rel=0.01)
+    assert model.kv_bytes_per_token == known.kv_bytes_per_token == 61 * (512 + 64) * 2
+    assert model.attention_dim == known.attention_dim
+    in_fp8 = find_model(config_of(tmp_path, DEEPSEEK_V3 | {"quantization_config": {"quant_method": "fp8"}}))
+    assert in_fp8.weight_bytes == pytest.approx(known.weight_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("lacking", ["qk_rope_head_dim", "v_head_dim", "num_experts_per_tok"])
+def test_what_a_config_with_experts_or_a_latent_must_say(tmp_path, lacking):
+    """No number is made up for a field that is missing: it is named."""
+    fields = {name: value for name, value in DEEPSEEK_V3.items() if name != lacking}
+    with pytest.raises(UnknownHardware, match=lacking):
+        find_model(config_of(tmp_path, fields))
+
+
+def test_experts_of_other_families(tmp_path):
+    """Mixtral names its experts otherwise, and all layers have them; a shared one has a width of its own."""
+    mixtral = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 14336,
+        "vocab_size": 32000,
+        "max_position_embeddings": 32768,
+    }
+    model = find_model(config_of(tmp_path, mixtral))
+    assert model.weight_bytes / 2 == pytest.approx(46.7e9, rel=0.01)
+    assert model.num_active_params == pytest.approx(12.9e9 - 0.26e9, rel=0.01)
+    with_shared = find_model(config_of(tmp_path, mixtral | {"shared_expert_intermediate_size": 1000}))
+    assert with_shared.num_active_params - model.num_active_params == 32 * 3 * 4096 * 1000
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "no"])

@@ -21,7 +21,7 @@ def bidikv(*arguments):
 def write_trace(folder, *blocks):
     """Write a trace of one session whose prompts have so many blocks of 64 tokens."""
     requests = [
-        {"t": 10 * i, "type": "n", "in": 64 * n, "out": 20, "hash_ids": [*range(n)], "api_time": 1.0, "stop": "tool_use"}
+        {"t": 10 * i, "in": 64 * n, "out": 20, "hash_ids": [*range(n)], "api_time": 1.0, "stop": "tool_use"}
         for i, n in enumerate(blocks)
     ]
     trace = {"id": "a", "block_size": 64, "hash_id_scope": "local", "requests": requests}
