@@ -2,7 +2,16 @@ import json
 
 import pytest
 
-from server_ext.analysis.hardware import GPUS, LINKS, MODELS, UnknownHardware, find_gpu, find_link, find_model
+from server_ext.analysis.hardware import (
+    GPUS,
+    LINKS,
+    MODELS,
+    UnknownHardware,
+    find_gpu,
+    find_link,
+    find_model,
+    read_model,
+)
 from tests.analysis.logs import limits
 
 
@@ -138,7 +147,32 @@ def test_experts_of_other_families(tmp_path):
     assert with_shared.num_active_params - model.num_active_params == 32 * 3 * 4096 * 1000
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "no"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "32", [32], 10**400])
+@pytest.mark.parametrize("name", ["num_attention_heads", "num_hidden_layers", "vocab_size", "kv_lora_rank"])
+def test_a_count_that_is_none_is_named(tmp_path, name, value):
+    """Whatever stands where a count must: the field is named, and with it what to give instead."""
+    if (name, value) == ("kv_lora_rank", 0):
+        return  # no latent attention
+    with pytest.raises(UnknownHardware, match=rf"{name} is .*give another one, a known model, or the measured --rates"):
+        find_model(config_of(tmp_path, DEEPSEEK_V3 | {name: value}))
+
+
+def test_more_heads_than_there_is_room_for(tmp_path):
+    """A head of no width would make a cache of no bytes."""
+    config = {name: value for name, value in DEEPSEEK_V3.items() if name != "kv_lora_rank"}
+    with pytest.raises(UnknownHardware, match="num_attention_heads is 8000, more than hidden_size, which is 7168"):
+        find_model(config_of(tmp_path, config | {"num_attention_heads": 8000}))
+
+
+def test_a_config_that_cannot_be_read(tmp_path):
+    """What the operating system says is passed on: of a file that is none, and of a name that no file can have."""
+    with pytest.raises(UnknownHardware, match=r"--model .*IsADirectoryError"):
+        read_model(tmp_path)
+    with pytest.raises(UnknownHardware, match=r"--model 'xxx.* cannot be looked for: .*; give a known model"):
+        find_model("x" * 5000)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "no", "[" * 100_000])
 def test_a_config_that_describes_no_model(tmp_path, text):
     """What cannot be read is refused by its path."""
     (tmp_path / "config.json").write_text(text)
