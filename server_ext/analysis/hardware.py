@@ -196,9 +196,10 @@ _MOST: Final = 1 << 32
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 """How a `config.json` calls the number of experts that a layer chooses from."""
 
-_NUMBER: Final = r"(\d+(?:\.\d+)?)"
-_GPU_TEXT: Final = re.compile(rf"{_NUMBER}TF,{_NUMBER}GB,{_NUMBER}GB/s", re.IGNORECASE)
-_LINK_TEXT: Final = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*GB/s", re.IGNORECASE)
+# No longer than hardware needs: neither infinite nor too small to divide by.
+_NUMBER: Final = r"\d{1,9}(?:\.\d{1,9})?"
+_GPU_TEXT: Final = re.compile(rf"({_NUMBER})TF,({_NUMBER})GB,({_NUMBER})GB/s", re.IGNORECASE)
+_LINK_TEXT: Final = re.compile(rf"(?P<number>{_NUMBER})\s*GB/s", re.IGNORECASE)
 
 
 def find_model(text: str) -> Model:

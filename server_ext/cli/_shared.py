@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from server_ext.traffic import PlannedSession
 
 _TIMEOUT_S = 30.0
+_MOST_FIXED_MS = 1_000_000
 
 ModelName = Annotated[str, typer.Option("--model", help="A known model, or a config.json.")]
 Gpu = Annotated[
@@ -35,12 +36,25 @@ def find_limits(model: str, gpu: str, link: str, fixed_ms: float, efficiency: fl
     """Return what the hardware of the options can do.
 
     Raises:
-        UnknownHardware: an option names none; the text names the option.
+        ValueError: an option names none, or its number makes no sense; the text names the option.
     """
     from server_ext.analysis.hardware import find_gpu, find_link, find_model
     from server_ext.analysis.limits import Limits
 
+    check_number("--fixed-ms", fixed_ms, _MOST_FIXED_MS)
+    check_number("--efficiency", efficiency, 1)
     return Limits(find_model(model), find_gpu(gpu), find_link(link), fixed_ms / 1e3, efficiency)
+
+
+def check_number(option: str, value: float, most: float) -> None:
+    """Refuse a number that is not above 0 and at most `most`. The bounds of an option let nan through.
+
+    Raises:
+        ValueError: with the option, the number and what to give.
+    """
+    if not 0 < value <= most:
+        msg = f"{option} {value!r}: give a number above 0, at most {most:,}"
+        raise ValueError(msg)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from server_ext.cli._shared import (
     Link,
     ModelName,
     Rates,
+    check_number,
     find_limits,
     recorded_sessions,
     save,
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from server_ext.simulation.scenario import Cell, Scenario
 
 _STDOUT = "-"
+_MOST_TURNS = 1_000_000
+_MOST_TARGET_S = 1_000_000_000
 
 
 def simulate(
@@ -86,6 +89,8 @@ def simulate(
             raise
         say_and_exit(f"simulate needs {error.name}: pip install 'bidikv-sdk[analyze]'")
     try:
+        if target_p99 is not None:
+            check_number("--target-p99", target_p99, _MOST_TARGET_S)
         limits = None
         if rates is None:
             limits = find_limits(model, gpu, link, fixed_ms, efficiency)
@@ -123,6 +128,7 @@ def _workload(traces: list[str] | None, turns: float | None, rates: FleetRates) 
     if traces is None:
         workload = AGENT if rates.max_context_tokens >= 2 * AGENT.system_tokens else SMALL
         if turns is not None:
+            check_number("--turns", turns, _MOST_TURNS)
             workload = replace(workload, num_turns=LogNormal(turns, workload.num_turns.sigma))
         return workload.fitting(min(rates.max_context_tokens, workload.max_context_tokens))
     return tuple(recorded_sessions(traces))

@@ -71,7 +71,10 @@ class Scenario:
         if (self.sessions is not None and self.sessions < 1) or (
             self.concurrent is not None and not 0 < self.concurrent < _MAX_CONCURRENT
         ):
-            msg = f"{self.sessions} sessions, {self.concurrent} at a time: give 1 or more, and a number above 0"
+            msg = (
+                f"{self.sessions} sessions, {self.concurrent} at a time: give 1 or more, and a number above 0, below "
+                f"{_MAX_CONCURRENT:g}"
+            )
             raise ValueError(msg)
         if self.route not in ROUTES:
             msg = f"route is {self.route!r}: use one of {', '.join(ROUTES)}"

@@ -64,6 +64,15 @@ def test_unknown_names_are_refused_with_the_choices(find, what):
         find("abacus")
 
 
+@pytest.mark.parametrize("number", ["0", "9" * 400, "0." + "0" * 400 + "1", "1e9", "-1", "nan", "inf"])
+def test_numbers_that_no_hardware_has_are_refused(number):
+    """Too large for a float, too small to divide by, or none at all."""
+    with pytest.raises(UnknownHardware, match="--gpu"):
+        find_gpu(f"{number}TF,80GB,3350GB/s")
+    with pytest.raises(UnknownHardware, match="--link"):
+        find_link(f"{number}GB/s")
+
+
 def test_a_models_own_config(tmp_path):
     """The shape of Llama-3.1-8B read from its config.json gives the built-in constants."""
     config = tmp_path / "config.json"
@@ -147,7 +156,7 @@ def test_experts_of_other_families(tmp_path):
     assert with_shared.num_active_params - model.num_active_params == 32 * 3 * 4096 * 1000
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "32", [32], 10**400])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "32", [32], pytest.param(10**400, id="huge")])
 @pytest.mark.parametrize("name", ["num_attention_heads", "num_hidden_layers", "vocab_size", "kv_lora_rank"])
 def test_a_count_that_is_none_is_named(tmp_path, name, value):
     """Whatever stands where a count must: the field is named, and with it what to give instead."""
@@ -172,7 +181,7 @@ def test_a_config_that_cannot_be_read(tmp_path):
         find_model("x" * 5000)
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "no", "[" * 100_000])
+@pytest.mark.parametrize("text", ["{}", "[]", "no", pytest.param("[" * 100_000, id="deep")])
 def test_a_config_that_describes_no_model(tmp_path, text):
     """What cannot be read is refused by its path."""
     (tmp_path / "config.json").write_text(text)
