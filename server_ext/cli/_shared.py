@@ -13,6 +13,7 @@ from server_ext.cli._server import root_of, say_and_exit
 
 if TYPE_CHECKING:
     from server_ext.analysis.limits import Limits
+    from server_ext.analysis.problems import Problems
     from server_ext.traffic import PlannedSession
 
 _TIMEOUT_S = 30.0
@@ -134,8 +135,12 @@ def _ask(url: str, headers: Mapping[str, str], take: Callable[[Any], Any]) -> di
         raise ValueError(msg) from error
 
 
-def recorded_sessions(traces: list[str]) -> list[PlannedSession]:
-    """Return the sessions of logs and traces.
+def recorded_sessions(traces: list[str], problems: Problems | None = None) -> list[PlannedSession]:
+    """Return the sessions of logs and traces; say on standard error what was odd in them.
+
+    Args:
+        traces: files and folders.
+        problems: where what was odd is counted as well.
 
     Raises:
         ValueError: there is none, or a path does not exist.
@@ -143,7 +148,12 @@ def recorded_sessions(traces: list[str]) -> list[PlannedSession]:
     from server_ext.analysis.problems import Problems
     from server_ext.traffic import read_sessions
 
-    recorded = read_sessions(traces, Problems())
+    problems = Problems() if problems is None else problems
+    recorded = read_sessions(traces, problems)
+    for one in problems.to_json():
+        typer.echo(
+            f"odd in the input: {one['count']:,} x {one['name']}: {one['meaning']} ({one['first_seen']})", err=True
+        )
     if not recorded:
         msg = f"--traces {' '.join(traces)}: there is no session in it; `bidikv analyze` says what was read"
         raise ValueError(msg)

@@ -79,6 +79,18 @@ def test_recorded_sessions_are_played(tmp_path):
     assert json.loads(bidikv(*arguments, "--as-logged").stdout)["cells"][0]["results"]["num_turns"] == 3
 
 
+def test_what_is_odd_in_traces_is_told_and_counted(tmp_path):
+    """As by `analyze`: a line that cannot be read is named on standard error, and in the JSON."""
+    write_trace(tmp_path, 10, 14)
+    (tmp_path / "b.jsonl").write_text('{"messages": 5}\n{"messages": 6}\nhello\n')
+    said = bidikv(*SMALL_RUN, "--traces", str(tmp_path), "--json", "-")
+    problems = json.loads(said.stdout)["input"]["problems"]
+    assert {one["name"]: one["count"] for one in problems} == {"malformed_line": 2, "unknown_format": 1}
+    for text in ("2 x malformed_line: not JSON", "1 x unknown_format", "b.jsonl:1", "b.jsonl:3"):
+        assert text in said.stderr
+    assert json.loads(bidikv(*SMALL_RUN, "--json", "-").stdout)["input"] == {"problems": []}
+
+
 @pytest.mark.parametrize("blocks", [(3_000, 3_010), (10,)])
 def test_what_no_fleet_can_be_judged_by_is_null(tmp_path, blocks):
     """Prompts over the context, or sessions of one turn: no load is called carried, and no number is infinite."""
@@ -134,6 +146,7 @@ def test_traces_without_a_session_are_an_error(tmp_path):
     said = bidikv(*SMALL_RUN, "--traces", str(tmp_path))
     assert said.exit_code == 1
     assert "bidikv analyze" in said.stderr
+    assert "1 x unknown_format" in said.stderr
 
 
 def test_a_package_that_lacks_is_named_before_anything_runs(monkeypatch):
