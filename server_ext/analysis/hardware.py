@@ -346,7 +346,7 @@ def _count(config: Mapping[str, Any], name: str) -> int:
         ValueError: it is no whole number above 0, or more than any model has.
     """
     value = config[name]
-    if type(value) is not int or not 0 < value <= _MOST:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MOST:
         msg = f"{name} is {value!r:.80}, where a whole number from 1 to {_MOST:,} must be"
         raise ValueError(msg)
     return value

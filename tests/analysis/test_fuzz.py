@@ -2,7 +2,6 @@ import io
 import json
 import os
 import signal
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -110,11 +109,11 @@ def vllm(fields):
     return line.encode(errors="replace").decode()
 
 
-SUBAGENT = {"t": 15.0, "type": "subagent", "agent_id": "a", "requests": [inner(0.0, 3), inner(5.0, 5)]}
+SUBAGENT = {"t": 25.0, "type": "subagent", "agent_id": "a", "requests": [inner(0.0, 3), inner(5.0, 5)]}
 LOGS = {
     "messages": list(conversation()),
     "ids": growing([200, 420, 700], [0, 10, 20]),
-    "kv-cache-tester": [trace([inner(0.0, 10), inner(10.0, 14), SUBAGENT, inner(20.0, 18)], tool_tokens=64)],
+    "kv-cache-tester": [trace([inner(0.0, 10), inner(10.0, 14), inner(20.0, 18), SUBAGENT], tool_tokens=64)],
     "mooncake, timed": [blocks(1, n, timestamp=1e4 * n, session_id="s", request_id=f"r{n}") for n in (2, 3, 4)],
     "mooncake, delayed": [blocks(n, 2, session_id="s", **({"delay": 2_000} if n else {})) for n in (0, 5, 9)],
     "mooncake, without ids": [blocks(1, n, timestamp=1e4 * n, block_size=512) for n in (2, 3, 4)],
@@ -130,7 +129,7 @@ def places(value, path=()):
         yield path
     items = value.items() if isinstance(value, dict) else ()
     if isinstance(value, list):
-        items = [(at, value[at]) for at in sorted({0, len(value) - 1} & {*range(len(value))})]
+        items = [(at, value[at]) for at in range(0, len(value), max(1, len(value) - 1))]
     for name, inside in items:
         yield from places(inside, (*path, name))
 
@@ -145,7 +144,7 @@ def changed(value, path, odd):
 
 
 @contextmanager
-def limited() -> Iterator[None]:
+def limited():
     """A block that fails where it would hang."""
 
     def give_up(_signal, _frame):
