@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from server_ext.traffic import PlannedSession
 
 _TIMEOUT_S = 30.0
+_LEAST = 0.001
 _MOST_FIXED_MS = 1_000_000
 
 ModelName = Annotated[str, typer.Option("--model", help="A known model, or a config.json.")]
@@ -24,10 +25,8 @@ Gpu = Annotated[
     str, typer.Option("--gpu", help="h100, h200, b200, a100, l40s, mi300x, cpu-core, or 989TF,80GB,3350GB/s.")
 ]
 Link = Annotated[str, typer.Option("--link", help="nvlink, 400g, 200g, 100g, 25g, or for example 12.5GB/s.")]
-FixedMs = Annotated[float, typer.Option("--fixed-ms", help="What a transfer costs, whatever its size.", min=0.001)]
-Efficiency = Annotated[
-    float, typer.Option("--efficiency", help="Part of the peak that prefill reaches.", min=0.001, max=1)
-]
+FixedMs = Annotated[float, typer.Option("--fixed-ms", help="What a transfer costs, whatever its size.")]
+Efficiency = Annotated[float, typer.Option("--efficiency", help="Part of the peak that prefill reaches.")]
 Rates = Annotated[
     Path | None, typer.Option("--rates", help="Measured rates (`bidikv rates`) in place of model, GPU and link.")
 ]
@@ -48,13 +47,13 @@ def find_limits(model: str, gpu: str, link: str, fixed_ms: float, efficiency: fl
 
 
 def check_number(option: str, value: float, most: float) -> None:
-    """Refuse a number that is not above 0 and at most `most`. The bounds of an option let nan through.
+    """Refuse a number below 0.001 or above `most`; typer's bounds let nan through or do not quote it, by its version.
 
     Raises:
         ValueError: with the option, the number and what to give.
     """
-    if not 0 < value <= most:
-        msg = f"{option} {value!r}: give a number above 0, at most {most:,}"
+    if not _LEAST <= value <= most:
+        msg = f"{option} {value!r}: give a number from {_LEAST} to {most:,}"
         raise ValueError(msg)
 
 

@@ -80,9 +80,9 @@ def test_json_to_a_file(log, tmp_path):
         (["LOG", "--ttl", "0"], "'default_ttl_s' is 0.0"),
         (["LOG", "--budget", "0.5,nan"], "'budget_fraction' is nan"),
         (["LOG", "--ttl", "inf"], "'default_ttl_s' is inf"),
-        (["LOG", "--fixed-ms", "inf"], "--fixed-ms inf: give a number above 0, at most 1,000,000"),
+        (["LOG", "--fixed-ms", "inf"], "--fixed-ms inf: give a number from 0.001 to 1,000,000"),
         (["LOG", "--fixed-ms", "nan"], "--fixed-ms nan: give"),
-        (["LOG", "--efficiency", "nan"], "--efficiency nan: give a number above 0, at most 1"),
+        (["LOG", "--efficiency", "nan"], "--efficiency nan: give a number from 0.001 to 1"),
         (["LOG", "--model", "llama-3.1-8b", "--gpu", "cpu-core", "--json", "/nowhere/x"], "cannot be written"),
     ],
 )
