@@ -191,21 +191,32 @@ FIXED_S: Final = 0.020
 GPU_MEMORY_SHARE: Final = 0.9
 """Part of a GPU's memory that vLLM takes (its default `gpu_memory_utilization`)."""
 
-_NUMBER: Final = r"(\d+(?:\.\d+)?)"
-_GPU_TEXT: Final = re.compile(rf"{_NUMBER}TF,{_NUMBER}GB,{_NUMBER}GB/s", re.IGNORECASE)
-_LINK_TEXT: Final = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*GB/s", re.IGNORECASE)
+_MOST: Final = 1 << 32
+"""No count of a `config.json` is larger: then no product of them is too large for a float."""
+_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
+"""How a `config.json` calls the number of experts that a layer chooses from."""
+
+# No longer than hardware needs: neither infinite nor too small to divide by.
+_NUMBER: Final = r"\d{1,9}(?:\.\d{1,9})?"
+_GPU_TEXT: Final = re.compile(rf"({_NUMBER})TF,({_NUMBER})GB,({_NUMBER})GB/s", re.IGNORECASE)
+_LINK_TEXT: Final = re.compile(rf"(?P<number>{_NUMBER})\s*GB/s", re.IGNORECASE)
 
 
 def find_model(text: str) -> Model:
     """Return the model of a name (any case, an organisation before it is ignored) or of a `config.json`.
 
     Raises:
-        UnknownHardware: it is neither, or the file does not describe a model.
+        UnknownHardware: it is neither, or the file cannot be read or does not describe a model.
     """
     path = Path(text)
-    if path.is_dir():
-        path /= "config.json"
-    if path.is_file():
+    try:
+        if path.is_dir():
+            path /= "config.json"
+        is_file = path.is_file()
+    except OSError as error:  # such as a name that is too long, or a folder that is closed to us
+        msg = f"--model {text!r:.80} cannot be looked for: {error.strerror}; give a known model, or a config.json"
+        raise UnknownHardware(msg) from error
+    if is_file:
         return read_model(path)
     name = text.rsplit("/", 1)[-1].lower().removesuffix("-instruct").replace("meta-", "")
     for model in MODELS:
@@ -258,41 +269,89 @@ def find_link(text: str) -> Link:
 
 
 def read_model(path: Path) -> Model:
-    """Return the model that a Hugging Face `config.json` describes: Llama-like, mixtures of experts included.
+    """Return the model that a Hugging Face `config.json` describes: Llama-like, or as DeepSeek's, experts included.
 
     Raises:
-        UnknownHardware: a field is missing; the text names it.
+        UnknownHardware: it cannot be read, or a field is missing or makes no sense; the text names it.
     """
     try:
         config = json.loads(path.read_bytes())
         return _from_config(path.parent.name or "config.json", config.get("text_config", config), str(path))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        msg = f"--model {path}: not a model's config.json that this can read ({type(error).__name__}: {error})"
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        msg = (
+            f"--model {path}: not a model's config.json that this can read ({type(error).__name__}: {error}); give "
+            "another one, a known model, or the measured --rates of your own engines"
+        )
         raise UnknownHardware(msg) from error
 
 
 def _from_config(name: str, config: Mapping[str, Any], source: str) -> Model:
-    layers, hidden, heads = config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"]
-    head = config.get("head_dim") or hidden // heads
-    kv_heads = config.get("num_key_value_heads") or heads
-    inner = config["intermediate_size"]
-    num_experts = config.get("num_experts") or config.get("num_local_experts") or 1
-    num_active = config.get("num_experts_per_tok") or 1
-    if num_experts > 1:
-        inner = config.get("moe_intermediate_size") or inner
-    attention = hidden * head * (2 * heads + 2 * kv_heads)
-    active = layers * (attention + 3 * hidden * inner * num_active)
-    total = layers * (attention + 3 * hidden * inner * num_experts) + 2 * config["vocab_size"] * hidden
-    latent = config.get("kv_lora_rank")
-    per_layer = latent + config.get("qk_rope_head_dim", 0) if latent else 2 * kv_heads * head
+    layers, hidden = _count(config, "num_hidden_layers"), _count(config, "hidden_size")
+    heads = _count(config, "num_attention_heads")
+    attention, attention_dim, cached = _attention(config, hidden, heads)
+    dense, active_inner, all_inner = _widths(config)
+    num_sparse = max(0, layers - _count_or_0(config, "first_k_dense_replace")) if all_inner else 0
+    common = layers * attention + 3 * hidden * dense * (layers - num_sparse)
+    active, total = (common + 3 * hidden * inner * num_sparse for inner in (active_inner, all_inner))
+    total += 2 * _count(config, "vocab_size") * hidden
     value_bytes = 4 if "32" in str(config.get("torch_dtype") or config.get("dtype")) else _BF16_BYTES
+    # DeepSeek-V3 calls its type bfloat16, which is what its fp8 weights are computed with.
+    is_fp8 = (config.get("quantization_config") or {}).get("quant_method") == "fp8"
     return Model(
         name=name,
-        kv_bytes_per_token=layers * per_layer * value_bytes,
+        kv_bytes_per_token=layers * cached * value_bytes,
         num_active_params=float(active),
         num_layers=layers,
-        attention_dim=heads * head,
-        weight_bytes=float(total * value_bytes),
-        max_context_tokens=config["max_position_embeddings"],
+        attention_dim=attention_dim,
+        weight_bytes=float(total * (1 if is_fp8 else value_bytes)),
+        max_context_tokens=_count(config, "max_position_embeddings"),
         source=source,
     )
+
+
+def _attention(config: Mapping[str, Any], hidden: int, heads: int) -> tuple[int, int, int]:
+    """Return a layer's parameters of attention, its width, and the values that are cached for a token."""
+    latent = _count_or_0(config, "kv_lora_rank")
+    if not latent:
+        head = _count_or_0(config, "head_dim") or hidden // heads
+        if not head:
+            msg = f"num_attention_heads is {heads}, more than hidden_size, which is {hidden}"
+            raise ValueError(msg)
+        kv_heads = _count_or_0(config, "num_key_value_heads") or heads
+        return hidden * head * (2 * heads + 2 * kv_heads), heads * head, 2 * kv_heads * head
+    # Keys and values are made from one latent; beside it only the part of the keys that is rotated is cached.
+    rotated, value = _count(config, "qk_rope_head_dim"), _count(config, "v_head_dim")
+    plain, query = _count(config, "qk_nope_head_dim"), _count_or_0(config, "q_lora_rank")
+    queries = query * (hidden + heads * (plain + rotated)) if query else hidden * heads * (plain + rotated)
+    others = hidden * (latent + rotated) + latent * heads * (plain + value) + heads * value * hidden
+    return queries + others, heads * (plain + rotated + value) // 2, latent + rotated
+
+
+def _widths(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return the inner width of a dense layer, and of a layer with experts a token's and all; 0 without experts."""
+    dense = _count(config, "intermediate_size")
+    num_experts = next(filter(None, (_count_or_0(config, name) for name in _EXPERTS)), 1)
+    if num_experts <= 1:
+        return dense, 0, 0
+    inner = _count_or_0(config, "moe_intermediate_size") or dense
+    shared = inner * _count_or_0(config, "n_shared_experts") + _count_or_0(config, "shared_expert_intermediate_size")
+    return dense, inner * _count(config, "num_experts_per_tok") + shared, inner * num_experts + shared
+
+
+def _count(config: Mapping[str, Any], name: str) -> int:
+    """Return a field that counts something.
+
+    Raises:
+        KeyError: it is missing.
+        ValueError: it is no whole number above 0, or more than any model has.
+    """
+    value = config[name]
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= _MOST:
+        msg = f"{name} is {value!r:.80}, where a whole number from 1 to {_MOST:,} must be"
+        raise ValueError(msg)
+    return value
+
+
+def _count_or_0(config: Mapping[str, Any], name: str) -> int:
+    """Return a field that counts what a model may have none of: 0 where it is missing, null or 0."""
+    return _count(config, name) if config.get(name) else 0

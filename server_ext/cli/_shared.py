@@ -13,19 +13,20 @@ from server_ext.cli._server import root_of, say_and_exit
 
 if TYPE_CHECKING:
     from server_ext.analysis.limits import Limits
+    from server_ext.analysis.problems import Problems
     from server_ext.traffic import PlannedSession
 
 _TIMEOUT_S = 30.0
+_LEAST = 0.001
+_MOST_FIXED_MS = 1_000_000
 
 ModelName = Annotated[str, typer.Option("--model", help="A known model, or a config.json.")]
 Gpu = Annotated[
     str, typer.Option("--gpu", help="h100, h200, b200, a100, l40s, mi300x, cpu-core, or 989TF,80GB,3350GB/s.")
 ]
 Link = Annotated[str, typer.Option("--link", help="nvlink, 400g, 200g, 100g, 25g, or for example 12.5GB/s.")]
-FixedMs = Annotated[float, typer.Option("--fixed-ms", help="What a transfer costs, whatever its size.", min=0.001)]
-Efficiency = Annotated[
-    float, typer.Option("--efficiency", help="Part of the peak that prefill reaches.", min=0.001, max=1)
-]
+FixedMs = Annotated[float, typer.Option("--fixed-ms", help="What a transfer costs, whatever its size.")]
+Efficiency = Annotated[float, typer.Option("--efficiency", help="Part of the peak that prefill reaches.")]
 Rates = Annotated[
     Path | None, typer.Option("--rates", help="Measured rates (`bidikv rates`) in place of model, GPU and link.")
 ]
@@ -35,12 +36,25 @@ def find_limits(model: str, gpu: str, link: str, fixed_ms: float, efficiency: fl
     """Return what the hardware of the options can do.
 
     Raises:
-        UnknownHardware: an option names none; the text names the option.
+        ValueError: an option names none, or its number makes no sense; the text names the option.
     """
     from server_ext.analysis.hardware import find_gpu, find_link, find_model
     from server_ext.analysis.limits import Limits
 
+    check_number("--fixed-ms", fixed_ms, _MOST_FIXED_MS)
+    check_number("--efficiency", efficiency, 1)
     return Limits(find_model(model), find_gpu(gpu), find_link(link), fixed_ms / 1e3, efficiency)
+
+
+def check_number(option: str, value: float, most: float) -> None:
+    """Refuse a number below 0.001 or above `most`; typer's bounds let nan through or do not quote it, by its version.
+
+    Raises:
+        ValueError: with the option, the number and what to give.
+    """
+    if not _LEAST <= value <= most:
+        msg = f"{option} {value!r}: give a number from {_LEAST} to {most:,}"
+        raise ValueError(msg)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +134,12 @@ def _ask(url: str, headers: Mapping[str, str], take: Callable[[Any], Any]) -> di
         raise ValueError(msg) from error
 
 
-def recorded_sessions(traces: list[str]) -> list[PlannedSession]:
-    """Return the sessions of logs and traces.
+def recorded_sessions(traces: list[str], problems: Problems | None = None) -> list[PlannedSession]:
+    """Return the sessions of logs and traces; say on standard error what was odd in them.
+
+    Args:
+        traces: files and folders.
+        problems: where what was odd is counted as well.
 
     Raises:
         ValueError: there is none, or a path does not exist.
@@ -129,7 +147,12 @@ def recorded_sessions(traces: list[str]) -> list[PlannedSession]:
     from server_ext.analysis.problems import Problems
     from server_ext.traffic import read_sessions
 
-    recorded = read_sessions(traces, Problems())
+    problems = Problems() if problems is None else problems
+    recorded = read_sessions(traces, problems)
+    for one in problems.to_json():
+        typer.echo(
+            f"odd in the input: {one['count']:,} x {one['name']}: {one['meaning']} ({one['first_seen']})", err=True
+        )
     if not recorded:
         msg = f"--traces {' '.join(traces)}: there is no session in it; `bidikv analyze` says what was read"
         raise ValueError(msg)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
@@ -91,7 +92,9 @@ def _show_grid(cells: Sequence[Cell], console: Console) -> None:
 
 def _show_advice(advice: Advice, console: Console) -> None:
     lines = []
-    if advice.best is None:
+    if advice.best is None and not math.isfinite(advice.target_s):
+        lines.append("Nothing is recommended: no fleet of the table serves all turns, or no later turn was judged.")
+    elif advice.best is None:
         lines.append(f"No fleet of the table keeps 99 % of the later turns within {advice.target_s:.3g} s.")
     else:
         best = advice.best

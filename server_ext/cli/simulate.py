@@ -19,16 +19,20 @@ from server_ext.cli._shared import (
     Link,
     ModelName,
     Rates,
+    check_number,
     find_limits,
     recorded_sessions,
     save,
 )
 
 if TYPE_CHECKING:
+    from server_ext.analysis.problems import Problems
     from server_ext.simulation.rates import FleetRates
     from server_ext.simulation.scenario import Cell, Scenario
 
 _STDOUT = "-"
+_MOST_TURNS = 1_000_000
+_MOST_TARGET_S = 1_000_000_000
 
 
 def simulate(
@@ -79,13 +83,17 @@ def simulate(
     """Simulate a fleet: how many engines, which budget and TTL, what p99, where it stops to scale."""
     try:
         import server_ext.simulation.run  # noqa: F401 (whether it can be imported)
+        from server_ext.analysis.problems import Problems
         from server_ext.simulation.rates import from_limits, read_rates
         from server_ext.simulation.scenario import Scenario, grid, parse_axes
     except ModuleNotFoundError as error:
         if error.name not in {"numpy", "msgspec", "simpy"}:
             raise
         say_and_exit(f"simulate needs {error.name}: pip install 'bidikv-sdk[analyze]'")
+    problems = Problems()
     try:
+        if target_p99 is not None:
+            check_number("--target-p99", target_p99, _MOST_TARGET_S)
         limits = None
         if rates is None:
             limits = find_limits(model, gpu, link, fixed_ms, efficiency)
@@ -95,7 +103,7 @@ def simulate(
         base = Scenario(
             limits=limits,
             rates=speed,
-            workload=_workload(traces, turns, speed),
+            workload=_workload(traces, turns, speed, problems),
             prefill=num_prefill,
             decode=num_decode,
             sessions=sessions,
@@ -113,19 +121,20 @@ def simulate(
     except ValueError as error:
         say_and_exit(str(error))
     cells = _run(scenarios, quiet=quiet)
-    _write(base, cells, target_p99, json_path)
+    _write(base, cells, problems, target_p99, json_path)
 
 
-def _workload(traces: list[str] | None, turns: float | None, rates: FleetRates) -> Any:
+def _workload(traces: list[str] | None, turns: float | None, rates: FleetRates, problems: Problems) -> Any:
     """Return what sessions do: read from files, or made up for the model's context."""
     from server_ext.traffic import AGENT, SMALL, LogNormal
 
     if traces is None:
         workload = AGENT if rates.max_context_tokens >= 2 * AGENT.system_tokens else SMALL
         if turns is not None:
+            check_number("--turns", turns, _MOST_TURNS)
             workload = replace(workload, num_turns=LogNormal(turns, workload.num_turns.sigma))
         return workload.fitting(min(rates.max_context_tokens, workload.max_context_tokens))
-    return tuple(recorded_sessions(traces))
+    return tuple(recorded_sessions(traces, problems))
 
 
 def _run(scenarios: list[tuple[dict[str, Any], Scenario]], *, quiet: bool) -> list[Cell]:
@@ -156,18 +165,21 @@ def _show_progress(progress: Any, task: Any, num_before: int, num_begun: int) ->
     progress.update(task, completed=num_before + num_begun)
 
 
-def _write(base: Scenario, cells: list[Cell], target_s: float | None, json_path: str | None) -> None:
+def _write(
+    base: Scenario, cells: list[Cell], problems: Problems, target_s: float | None, json_path: str | None
+) -> None:
     from server_ext.simulation.scenario import names_of, recommend
 
     advice = recommend(cells, target_s)
     if json_path is not None:
         data = {
+            "input": {"problems": problems.to_json()},
             "rates": base.rates.to_json(),
             "scenario": names_of(base),
             "cells": [cell.to_json() for cell in cells],
             "advice": advice.to_json(),
         }
-        text = json.dumps(data, indent=1)
+        text = json.dumps(data, indent=1, allow_nan=False)
         if json_path == _STDOUT:
             typer.echo(text)
             return

@@ -71,7 +71,10 @@ class Scenario:
         if (self.sessions is not None and self.sessions < 1) or (
             self.concurrent is not None and not 0 < self.concurrent < _MAX_CONCURRENT
         ):
-            msg = f"{self.sessions} sessions, {self.concurrent} at a time: give 1 or more, and a number above 0"
+            msg = (
+                f"{self.sessions} sessions, {self.concurrent} at a time: give 1 or more, and a number above 0, below "
+                f"{_MAX_CONCURRENT:g}"
+            )
             raise ValueError(msg)
         if self.route not in ROUTES:
             msg = f"route is {self.route!r}: use one of {', '.join(ROUTES)}"
@@ -182,9 +185,13 @@ class Cell:
 
     @property
     def p99_s(self) -> float:
-        """Of the time to the first token of later turns; infinite where a turn could not be served."""
+        """Of the time to the first token of later turns; infinite where there is none, or a turn was refused."""
         found = self.results.later_ttft_s
         return float("inf") if found is None or self.results.refused else found["p99"]
+
+    def is_within(self, limit_s: float) -> bool:
+        """Return whether all turns were served, 99 % of the later ones within a limit, which may be infinite."""
+        return self.p99_s <= limit_s and self.p99_s < float("inf")
 
     def to_json(self) -> dict[str, Any]:
         """Return the answer as a JSON object."""
@@ -242,7 +249,7 @@ class Advice:
     best: Cell | None
     """The fewest engines, then the shortest and smallest leases, of those that do; None where none does."""
     target_s: float
-    """What their 99th percentile was held against."""
+    """What their 99th percentile was held against; infinite where none was given and no answer has one."""
     is_given: bool
     """Whether the target was given, or is what the grid reached."""
     scaling: list[str]
@@ -251,7 +258,7 @@ class Advice:
     def to_json(self) -> dict[str, Any]:
         """Return the advice as a JSON object."""
         return {
-            "target_p99_s": self.target_s,
+            "target_p99_s": self.target_s if math.isfinite(self.target_s) else None,
             "is_target_given": self.is_given,
             "best": None if self.best is None else dict(self.best.values),
             "settings": None if self.best is None else settings_of(self.best.scenario),
@@ -275,7 +282,7 @@ def recommend(cells: Sequence[Cell], target_s: float | None) -> Advice:
     # A fleet is judged by the heaviest load that was asked for.
     judged = [cell for cell in cells if (cell.scenario.concurrent or 0.0) == heaviest]
     limit_s = target_s if target_s is not None else NEARLY_BEST * min(cell.p99_s for cell in judged)
-    good = [cell for cell in judged if cell.p99_s <= limit_s and cell.p99_s < float("inf")]
+    good = [cell for cell in judged if cell.is_within(limit_s)]
     best = min(good, key=lambda cell: (cell.num_engines, cell.scenario.ttl, cell.scenario.budget), default=None)
     return Advice(best, limit_s, target_s is not None, list(_scaling(cells, target_s)))
 
@@ -291,15 +298,21 @@ def _scaling(cells: Sequence[Cell], target_s: float | None) -> Iterator[str]:
         loads.sort(key=lambda cell: cell.scenario.concurrent or 0.0)
         limit_s = target_s if target_s is not None else KNEE * loads[0].p99_s
         name = ", ".join(f"{k} {v}" for k, v in key) or f"{loads[0].scenario.prefill}P + {loads[0].scenario.decode}D"
-        first_bad = next((n for n, cell in enumerate(loads) if cell.p99_s > limit_s), None)
+        first_bad = next((n for n, cell in enumerate(loads) if not cell.is_within(limit_s)), None)
         if first_bad is None:
             yield f"{name}: carries {loads[-1].scenario.concurrent:g} sessions at a time and more"
+        elif loads[first_bad].results.later_ttft_s is None and not loads[first_bad].results.refused:
+            yield f"{name}: no later turn was judged, so nothing can be said"
         else:
             last = f"{loads[first_bad - 1].scenario.concurrent:g} sessions" if first_bad else "less than the least load"
-            yield f"{name}: carries {last}; beyond, {_bottleneck(loads[first_bad].results)}"
+            yield f"{name}: carries {last}; beyond, {_limit(loads[first_bad].results)}"
 
 
-def _bottleneck(results: "Results") -> str:
+def _limit(results: "Results") -> str:
+    """Say why a fleet does not carry a load."""
+    if results.refused:
+        why = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in results.refused.items())
+        return f"turns could not be served ({why})"
     parts = {"prefill engines": "prefill", "decode engines": "decode", "the busiest link port": "links_max"}
     name = max(parts, key=lambda part: results.utilisation[parts[part]])
     lost = sum(results.reasons.get(reason, 0.0) for reason in ("lease_expired", "lease_revoked", "over_budget"))

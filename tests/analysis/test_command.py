@@ -86,6 +86,11 @@ def test_json_to_a_file(log, tmp_path):
         (["LOG", "--budget", "much"], "--budget 'much' is not a list of numbers"),
         (["LOG", "--budget", "2"], "'budget_fraction' is 2.0"),
         (["LOG", "--ttl", "0"], "'default_ttl_s' is 0.0"),
+        (["LOG", "--budget", "0.5,nan"], "'budget_fraction' is nan"),
+        (["LOG", "--ttl", "inf"], "'default_ttl_s' is inf"),
+        (["LOG", "--fixed-ms", "inf"], "--fixed-ms inf: give a number from 0.001 to 1,000,000"),
+        (["LOG", "--fixed-ms", "nan"], "--fixed-ms nan: give"),
+        (["LOG", "--efficiency", "nan"], "--efficiency nan: give a number from 0.001 to 1"),
         (["LOG", "--model", "llama-3.1-8b", "--gpu", "cpu-core", "--json", "/nowhere/x"], "cannot be written"),
     ],
 )

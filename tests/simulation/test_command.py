@@ -18,6 +18,16 @@ def bidikv(*arguments):
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "160"})
 
 
+def write_trace(folder, *blocks):
+    """Write a trace of one session whose prompts have so many blocks of 64 tokens."""
+    requests = [
+        {"t": 10 * i, "in": 64 * n, "out": 20, "hash_ids": [*range(n)], "api_time": 1.0, "stop": "tool_use"}
+        for i, n in enumerate(blocks)
+    ]
+    trace = {"id": "a", "block_size": 64, "hash_id_scope": "local", "requests": requests}
+    (folder / "a.json").write_text(json.dumps(trace))
+
+
 def test_one_fleet_is_told_in_full():
     """Percentiles of first and later turns, outcomes, reasons, leases and how busy everything was."""
     said = bidikv(*SMALL_RUN)
@@ -63,15 +73,33 @@ def test_measured_rates_take_the_place_of_hardware(tmp_path):
 
 def test_recorded_sessions_are_played(tmp_path):
     """Traces are drawn from, or played as they were."""
-    requests = [
-        {"t": t, "type": "n", "in": 64 * n, "out": 20, "hash_ids": list(range(n)), "api_time": 1.0, "stop": "tool_use"}
-        for t, n in ((0, 10), (10, 14), (20, 18))
-    ]
-    trace = {"id": "a", "block_size": 64, "hash_id_scope": "local", "requests": requests}
-    (tmp_path / "a.json").write_text(json.dumps(trace))
+    write_trace(tmp_path, 10, 14, 18)
     arguments = [*SMALL_RUN, "--traces", str(tmp_path), "--json", "-"]
     assert json.loads(bidikv(*arguments).stdout)["cells"][0]["results"]["num_turns"] == 18
     assert json.loads(bidikv(*arguments, "--as-logged").stdout)["cells"][0]["results"]["num_turns"] == 3
+
+
+def test_what_is_odd_in_traces_is_told_and_counted(tmp_path):
+    """As by `analyze`: a line that cannot be read is named on standard error, and in the JSON."""
+    write_trace(tmp_path, 10, 14)
+    (tmp_path / "b.jsonl").write_text('{"messages": 5}\n{"messages": 6}\nhello\n')
+    said = bidikv(*SMALL_RUN, "--traces", str(tmp_path), "--json", "-")
+    problems = json.loads(said.stdout)["input"]["problems"]
+    assert {one["name"]: one["count"] for one in problems} == {"malformed_line": 2, "unknown_format": 1}
+    for text in ("2 x malformed_line: not JSON", "1 x unknown_format", "b.jsonl:1", "b.jsonl:3"):
+        assert text in said.stderr
+    assert json.loads(bidikv(*SMALL_RUN, "--json", "-").stdout)["input"] == {"problems": []}
+
+
+@pytest.mark.parametrize("blocks", [(3_000, 3_010), (10,)])
+def test_what_no_fleet_can_be_judged_by_is_null(tmp_path, blocks):
+    """Prompts over the context, or sessions of one turn: no load is called carried, and no number is infinite."""
+    write_trace(tmp_path, *blocks)
+    arguments = [*SMALL_RUN, "--traces", str(tmp_path), "--sweep", "concurrent=2,4"]
+    data = json.loads(bidikv(*arguments, "--json", "-").stdout, parse_constant=pytest.fail)
+    assert data["advice"]["target_p99_s"] is None
+    assert "Nothing is recommended" in (text := bidikv(*arguments).stdout)
+    assert "and more" not in text
 
 
 @pytest.mark.parametrize(
@@ -83,7 +111,20 @@ def test_recorded_sessions_are_played(tmp_path):
         (["--budget", "2"], "budget_fraction"),
         (["--ttl", "0"], "default_ttl_s"),
         (["--concurrent", "-1"], "above 0"),
-        (["--turns", "0"], "num_turns"),
+        (["--turns", "0"], "--turns 0.0: give"),
+        (["--turns", "inf"], "--turns inf: give"),
+        (["--turns", "nan"], "--turns nan: give"),
+        (["--concurrent", "inf"], "inf at a time: give 1 or more, and a number above 0, below 1e+09"),
+        (["--concurrent", "nan"], "nan at a time"),
+        (["--fixed-ms", "inf"], "--fixed-ms inf: give a number from 0.001 to 1,000,000"),
+        (["--fixed-ms", "nan"], "--fixed-ms nan: give"),
+        (["--efficiency", "nan"], "--efficiency nan: give a number from 0.001 to 1"),
+        (["--target-p99", "nan"], "--target-p99 nan: give"),
+        (["--target-p99", "inf"], "--target-p99 inf: give"),
+        (["--target-p99", "-1"], "--target-p99 -1.0: give"),
+        (["--budget", "nan"], "'budget_fraction' is nan"),
+        (["--ttl", "inf"], "'default_ttl_s' is inf"),
+        (["--sweep", "ttl=5,nan"], "'default_ttl_s' is nan"),
         (["--sweep", "colour=red"], "--sweep 'colour=red'"),
         (["--sweep", "link=string"], "--link 'string' is unknown"),
         (["--rates", "nowhere.json"], "bidikv rates"),
@@ -105,6 +146,7 @@ def test_traces_without_a_session_are_an_error(tmp_path):
     said = bidikv(*SMALL_RUN, "--traces", str(tmp_path))
     assert said.exit_code == 1
     assert "bidikv analyze" in said.stderr
+    assert "1 x unknown_format" in said.stderr
 
 
 def test_a_package_that_lacks_is_named_before_anything_runs(monkeypatch):

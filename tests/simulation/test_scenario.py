@@ -1,5 +1,6 @@
 """Grids of scenarios, and what is concluded from their answers."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -131,3 +132,22 @@ def test_a_fleet_that_cannot_serve_everything_is_never_recommended():
     one = cell(1.0, decode=1)
     refusing = Cell(one.values, one.scenario, replace(one.results, refused={"no_room": 1}))
     assert recommend([refusing], 2.0).best is None
+
+
+def test_a_fleet_that_refuses_turns_at_every_load_does_not_scale():
+    """Without a target nothing is left to hold loads against: none is carried, and what was refused is told."""
+    cells = [cell(1.0, concurrent=float(n)) for n in (10, 100)]
+    cells = [replace(one, results=replace(one.results, refused={"over_context": 3})) for one in cells]
+    advice = recommend(cells, None)
+    (line,) = advice.scaling
+    assert line == "1P + 1D: carries less than the least load; beyond, turns could not be served (3 over context)"
+    assert json.loads(json.dumps(advice.to_json(), allow_nan=False))["target_p99_s"] is None
+
+
+def test_nothing_is_said_of_how_single_turns_scale():
+    """Sessions of one turn have no later ones that a load could be judged by."""
+    cells = [cell(1.0, concurrent=float(n)) for n in (10, 100)]
+    cells = [replace(one, results=replace(one.results, later_ttft_s=None)) for one in cells]
+    advice = recommend(cells, None)
+    assert advice.best is None
+    assert advice.scaling == ["1P + 1D: no later turn was judged, so nothing can be said"]
