@@ -114,9 +114,9 @@ class Bench:
         if name in HOLD_S:
             stock = StockCompletions(self.stock[name], is_emptied)
             pinned = StockEngines(engines, self.stock[name], BLOCK_SIZE * self.model.kv_bytes_per_token)
-            return PlainArm(name, stock.complete, reference.delta_ids, pinned, stock.end)
+            return PlainArm(name, stock.complete, reference.continuation, pinned, stock.end)
         complete = one_engine(self.http, engines.urls[-1], self.model.name)
-        return PlainArm(name, complete, reference.delta_ids, engines)
+        return PlainArm(name, complete, reference.continuation, engines)
 
 
 def main() -> int:

@@ -230,7 +230,7 @@ async def _measure(engines: Engines, scenario: Scenario, model: Model, rounds: i
                 elif engines.aggregated_url is not None:
                     url = engines.aggregated_url.rstrip("/")
                     complete: Complete = one_engine(http, url, model.name)
-                    arms[name] = PlainArm(name, complete, reference.delta_ids, RunningEngines(http, (url,)))
+                    arms[name] = PlainArm(name, complete, reference.continuation, RunningEngines(http, (url,)))
             return arms
 
         return await run_scenario(scenario, make_arms, model=model, num_rounds=rounds, seed=seed, on_part=_show)
