@@ -28,7 +28,7 @@ from bench._machine import versions
 from bidikv_sdk import AsyncBidiKV
 from server_ext.analysis.memory import make_settings
 from server_ext.cli._measure import Measurement, say, words
-from server_ext.launch.command import StackConfig
+from server_ext.launch.command import CPU_STEP_TOKENS, StackConfig
 from server_ext.launch.model import SMOLLM2, ensure_smollm2
 from server_ext.launch.stack import ensure_secret, free_ports, running_stack
 from server_ext.simulation.config import FleetConfig
@@ -46,7 +46,6 @@ MAX_GAP_S: Final = 20.0
 MIN_DELTA_TOKENS: Final = 40
 LONGEST_TOKENS: Final = 2000
 CONTEXT_TOKENS: Final = 4096
-STEP_TOKENS: Final = 256
 BLOCK_TOKENS: Final = 32
 # Room for a dozen sessions or so, and for four under leases: budgets clip some, requests take what others left.
 KV_CACHE_BYTES: Final = 512 << 20
@@ -171,7 +170,8 @@ def fitted(measured: list[Measurement]) -> FleetRates:
         kv_bytes_per_token=KV_CACHE_BYTES // pool_tokens,
         max_context_tokens=CONTEXT_TOKENS,
         pool_tokens=pool_tokens,
-        step_tokens=STEP_TOKENS,
+        step_tokens=CPU_STEP_TOKENS["decode"],
+        prefill_step_tokens=CPU_STEP_TOKENS["prefill"],
     )
     rates = fit_rates(
         shape,
