@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class StockCompletions:
         return {"cache_salt": secrets.token_hex(8)} if self.is_prefill_cache_missing else {}
 
 
-@dataclass(frozen=True)
+@dataclass
 class StockEngines:
     """A stock pair's engines: D says nothing of what it holds, so the proxy's handles tell.
 
@@ -88,12 +89,26 @@ class StockEngines:
     engines: RunningEngines
     proxy: StockProxy
     block_bytes: int
+    _uncounted: Counter[str] = field(default_factory=Counter)
+    """What was read only to give back what D held: no user's traffic."""
 
     async def prepare(self) -> None:
         """Make them run."""
         await self.engines.prepare()
 
     async def counters(self) -> dict[str, float]:
-        """Return what they have counted since they started, and byte-seconds held for handles."""
+        """Return what they have counted since they started for users, and byte-seconds held for handles."""
+        counted = await self.engines.counters()
         pinned = self.proxy.handles.pinned_block_s * self.block_bytes
-        return {**await self.engines.counters(), "pinned_byte_s": pinned}
+        return {**{name: value - self._uncounted[name] for name, value in counted.items()}, "pinned_byte_s": pinned}
+
+    async def give_back(self, completions: StockCompletions, state: dict[str, Any]) -> None:
+        """End a conversation (`StockCompletions.end`), and leave what that moved out of the counters.
+
+        Raises:
+            httpx.HTTPError: an engine refused, or was not there.
+        """
+        before = await self.engines.counters()
+        await completions.end(state)
+        after = await self.engines.counters()
+        self._uncounted.update({name: after[name] - before.get(name, 0.0) for name in after})

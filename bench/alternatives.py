@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import os
 import signal
@@ -31,7 +32,6 @@ from bench._machine import versions
 from bench._plain_engine import PlainEngine
 from bench._plan import FULL_RUN, SHORT_RUN
 from bench._report import report
-from bench._result import Check
 from bench._setups import AGGREGATED, BLOCK_SIZE, HOLD_S, OURS, hold_s, set_of
 from bench._show import verdict
 from bench._stock import Handles, StockProxy
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from bench._plan import Part
+    from bench._result import Check
     from bench._setups import Setup
     from server_ext.benchmark.arms import Arm
     from server_ext.benchmark.rounds import ArmRound, Reference
@@ -114,33 +115,37 @@ class Bench:
         if name in HOLD_S:
             stock = StockCompletions(self.stock[name], is_emptied)
             pinned = StockEngines(engines, self.stock[name], BLOCK_SIZE * self.model.kv_bytes_per_token)
-            return PlainArm(name, stock.complete, reference.delta_ids, pinned, stock.end)
+            give_back = functools.partial(pinned.give_back, stock)
+            return PlainArm(name, stock.complete, reference.continuation, pinned, give_back)
         complete = one_engine(self.http, engines.urls[-1], self.model.name)
-        return PlainArm(name, complete, reference.delta_ids, engines)
+        return PlainArm(name, complete, reference.continuation, engines)
 
 
 def main() -> int:
     """Run the benchmark and return the exit status."""
     options = _options()
     signal.signal(signal.SIGTERM, leave_in_order)  # engines that stand still would stay so for ever
-    parts = [one for one in (FULL_RUN if options.full else SHORT_RUN) if _is_wanted(one, options.scenario)]
+    plan = FULL_RUN if options.full else SHORT_RUN
+    parts = [one for one in plan if _is_wanted(one, options.scenario)]
     if options.rounds is not None:
         parts = [replace(one, rounds=options.rounds) for one in parts]
     installed = versions()
     machine = {"cores": os.cpu_count(), "cpu": installed.pop("cpu")}
     out = Path(options.out)
     content = to_file([], machine=machine, versions=installed)
+    content["run"] = "full" if options.full else "short"
     if options.merge:
         before = _scenarios_of(out / "bench.json", content)
         again = {one.scenario.name for one in parts}
         content["scenarios"] = {name: one for name, one in before.items() if name not in again}
+    # What pieces are put together into is judged as the whole.
+    wanted = [one.scenario.name for one in (plan if options.merge else parts)]
     started_s = time.monotonic()
     for setup, of_setup in groupby(parts, key=lambda one: one.setup):
         _try_all(setup, list(of_setup), content, out, options.seed)
     console.print(f"measured for {(time.monotonic() - started_s) / 60:.1f} minutes; all is in {out}")
-    found = checks(content)
-    missing = [one.scenario.name for one in parts if one.scenario.name not in content["scenarios"]]
-    found += [Check(f"{name}: measured", passed=False, found="no: see above") for name in missing]
+    found = checks(content, wanted)
+    write(content, found, out)
     for check in found:
         console.print(verdict(check), soft_wrap=True)
     return 0 if all(check.passed for check in found) else 1
@@ -175,7 +180,7 @@ def _is_wanted(part: Part, names: Sequence[str] | None) -> bool:
 
 
 def _scenarios_of(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a file says of scenarios, if it was measured on this machine with these versions.
+    """Return what a file says of scenarios, if it was measured on this machine, with these versions, by this plan.
 
     Raises:
         OtherMachine: it was not.
@@ -183,8 +188,8 @@ def _scenarios_of(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
     if not path.exists():
         return {}
     found = json.loads(path.read_text("utf-8"))
-    for name in ("machine", "versions"):
-        if found[name] != content[name]:
+    for name in ("machine", "versions", "run"):
+        if found.get(name) != content[name]:
             msg = f"{path} has {name} {found[name]}, this is {content[name]}: run without --merge"
             raise OtherMachine(msg)
     scenarios: dict[str, Any] = found["scenarios"]
@@ -249,8 +254,8 @@ async def _measure_parts(
         for part in parts:
             result = await _measure(part, bench, seed)
             setup = part.setup.to_json()
-            content["scenarios"][part.scenario.name] = {**result.to_json(), "engines": setup}
-            write(content, out)
+            content["scenarios"][part.scenario.name] = {**result.to_json(), "seed": seed, "engines": setup}
+            write(content, checks(content), out)
             _write_samples(result)
 
 
@@ -282,11 +287,11 @@ def _write_samples(result: ScenarioResult) -> None:
     (folder / f"{result.scenario.name}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
 
 
-def write(content: Mapping[str, Any], out: Path) -> None:
-    """Write the results so far."""
+def write(content: Mapping[str, Any], found: Sequence[Check], out: Path) -> None:
+    """Write the results so far, with their bars."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "bench.json").write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-    (out / "bench.md").write_text(report(content, checks(content)), "utf-8")
+    (out / "bench.md").write_text(report(content, found), "utf-8")
     write_page(content, write_plots(content, out / "plots"), out / "bench.html")
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from bidikv_sdk import AsyncBidiKV, AsyncSession, CacheReport
     from bidikv_sdk.wire import Route
-    from server_ext.benchmark.scenarios import Ask, Script
+    from server_ext.benchmark.scenarios import Ask, Continuation, Script
 
 GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "ignore_eos": True}
 """Greedy, and as many tokens as were asked for: each arm has the same work."""
@@ -231,14 +231,14 @@ class PlainArm:
     """A stock server, which knows no sessions.
 
     * **complete** - how a completion is had: of one engine, or of a pair with what passes between them.
-    * **delta_ids** - what each turn adds to the history, as token ids: of script and turn. The reference arm recorded
-      them, so that the prompts are the same, token for token.
+    * **continuation** - how each turn continues the one before it: of script and turn. The reference arm recorded it,
+      so that the prompts are the same, token for token.
     * **end** - called with a conversation's state when it ends; None where nothing is left to do.
     """
 
     name: str
     complete: Complete
-    delta_ids: Callable[[int, int], Sequence[int]]
+    continuation: Callable[[int, int], Continuation]
     engines: Engines
     end: Callable[[dict[str, Any]], Awaitable[None]] | None = None
 
@@ -282,7 +282,7 @@ class _PlainAgent:
             del self.histories[ask.rewind_to :]
         history = self.histories[-1] if self.histories else []
         self.num_asked += 1
-        prompt_ids = [*history, *self.arm.delta_ids(self.number, self.num_asked)]
+        prompt_ids = self.arm.continuation(self.number, self.num_asked).prompt(history)
         said = await _complete(self.arm, prompt_ids, ask.output_tokens, self.state)
         self.histories.append([*prompt_ids, *said.token_ids])
         return said

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from server_ext.benchmark.table import to_markdown
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 _STYLE: Final = """
@@ -38,9 +38,9 @@ def write_plots(result: Mapping[str, Any], folder: Path) -> dict[str, list[Path]
     written: dict[str, list[Path]] = {}
     for name, scenario in result["scenarios"].items():
         arms = scenario["arms"]
-        figures = {"ttft": _bars(f"{name}: TTFT of later turns", arms, "ttft_s")}
+        figures = {"ttft": _dots(f"{name}: TTFT of later turns", arms, "ttft_s")}
         if any(figure["itl_beside_s"]["count"] for figure in arms.values()):
-            figures["itl"] = _bars(f"{name}: inter-token latency of the requests beside", arms, "itl_beside_s")
+            figures["itl"] = _dots(f"{name}: inter-token latency of the requests beside", arms, "itl_beside_s")
         if any(figure["points"] for figure in arms.values()):
             figures["points"] = _points(f"{name}: TTFT by length of the history", arms)
         written[name] = [_save(figure, folder / f"{name}_{kind}.png") for kind, figure in figures.items()]
@@ -64,7 +64,7 @@ def write_page(result: Mapping[str, Any], plots: Mapping[str, list[Path]], path:
     )
 
 
-def _bars(title: str, arms: Mapping[str, Any], name: str) -> Figure:
+def _dots(title: str, arms: Mapping[str, Any], name: str) -> Figure:
     """Draw p50, p95 and p99 of each arm with their intervals."""
     figure = Figure(figsize=(9, 0.9 + 0.42 * len(arms)), layout="constrained")
     axes = figure.subplots()
@@ -74,17 +74,16 @@ def _bars(title: str, arms: Mapping[str, Any], name: str) -> Figure:
         if not found:
             continue
         values = [one["value"] for _, one in found]
-        axes.barh(
-            [at + 0.26 * (1 - offset) for at, _ in found],
+        # Dots: the length of a bar means nothing where an axis has no zero.
+        axes.errorbar(
             values,
-            height=0.24,
+            [at + 0.26 * (1 - offset) for at, _ in found],
+            xerr=_interval([one for _, one in found]),
+            fmt="o",
+            markersize=5,
             color=color,
             label=quantile,
-            xerr=[
-                [max(one["value"] - one["low"], 0.0) for _, one in found],
-                [max(one["high"] - one["value"], 0.0) for _, one in found],
-            ],
-            error_kw={"elinewidth": 0.8, "ecolor": "#5d6675"},
+            elinewidth=0.8,
         )
     axes.set_yticks(range(len(names)), names)
     axes.set_xscale("log")
@@ -101,11 +100,14 @@ def _points(title: str, arms: Mapping[str, Any]) -> Figure:
     axes = figure.subplots()
     for arm, figures in arms.items():
         found = [point for point in figures["points"].values() if point["ttft_s"].get("p50")]
-        axes.plot(
+        medians = [point["ttft_s"]["p50"] for point in found]
+        axes.errorbar(
             [point["prompt_tokens_p50"] for point in found],
-            [point["ttft_s"]["p50"]["value"] for point in found],
+            [one["value"] for one in medians],
+            yerr=_interval(medians),
             marker="o",
             label=arm,
+            elinewidth=0.8,
         )
     axes.set_yscale("log")
     axes.set_xlabel("tokens of the prompt")
@@ -114,6 +116,14 @@ def _points(title: str, arms: Mapping[str, Any]) -> Figure:
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     return figure
+
+
+def _interval(found: Sequence[Mapping[str, float]]) -> list[list[float]]:
+    """Return how far the intervals reach below and above their values: [2][num_values]."""
+    return [
+        [max(one["value"] - one["low"], 0.0) for one in found],
+        [max(one["high"] - one["value"], 0.0) for one in found],
+    ]
 
 
 def _save(figure: Figure, path: Path) -> Path:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from server_ext.benchmark.samples import Sample
-from server_ext.benchmark.scenarios import find_delta_ids
+from server_ext.benchmark.scenarios import Continuation, find_continuation
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -60,33 +60,33 @@ class Reference:
 
     prompts: dict[tuple[int, int], list[tuple[int, ...]]] = field(default_factory=dict)
     answers: dict[tuple[int, int], list[tuple[int, ...]]] = field(default_factory=dict)
-    deltas: dict[int, list[list[int]]] = field(default_factory=dict)
-    """[turns] of token ids by script, of the round that runs."""
+    continuations: dict[int, list[Continuation]] = field(default_factory=dict)
+    """[turns] by script, of the round that runs."""
 
-    def delta_ids(self, script: int, turn: int) -> Sequence[int]:
-        """Return what a turn of the round that runs adds, as token ids."""
-        return self.deltas[script][turn - 1]
+    def continuation(self, script: int, turn: int) -> Continuation:
+        """Return how a turn of the round that runs continues the one before it."""
+        return self.continuations[script][turn - 1]
 
     def record(self, part: ArmRound, scripts: Sequence[Script]) -> None:
         """Take a round of the reference arm.
 
         Raises:
-            ValueError: a turn does not continue the one before it, token for token.
+            ValueError: a turn's prompt does not begin with the one before it.
         """
-        self.deltas.clear()
+        self.continuations.clear()
         for sample in sorted(part.samples, key=lambda one: (one.session, one.turn)):
             key = (part.round, sample.session)
             self.prompts.setdefault(key, []).append(sample.prompt_ids)
             self.answers.setdefault(key, []).append(sample.token_ids)
         for script in scripts:
-            histories: list[tuple[int, ...]] = []
+            turns: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
             key = (part.round, script.number)
             for ask, prompt, answer in zip(script.asks, self.prompts[key], self.answers[key], strict=True):
                 if ask.rewind_to is not None:
-                    del histories[ask.rewind_to :]
-                history = histories[-1] if histories else ()
-                self.deltas.setdefault(script.number, []).append(find_delta_ids(prompt, history))
-                histories.append(prompt + answer)
+                    del turns[ask.rewind_to :]
+                before = turns[-1] if turns else ((), ())
+                self.continuations.setdefault(script.number, []).append(find_continuation(prompt, *before))
+                turns.append((prompt, answer))
 
     def differs(self, sample: Sample) -> bool:
         """Tell whether a turn's tokens are not those of the reference; also where the reference has no such turn."""

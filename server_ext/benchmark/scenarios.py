@@ -188,17 +188,38 @@ def _ids(num: int, draw: random.Random) -> tuple[int, ...]:
     return tuple(draw.choices(_CROWD_IDS, k=num))
 
 
-def find_delta_ids(prompt: Sequence[int], history: Sequence[int]) -> list[int]:
-    """Return what a turn added to the history, as token ids.
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """How a turn's prompt is made from the turn before it."""
+
+    num_dropped: int
+    """Tokens at the end of the answer that do not stay: half a character, or a special token that ended it."""
+    token_ids: list[int]
+    """[num_new], what comes behind the others."""
+
+    def prompt(self, history: Sequence[int]) -> list[int]:
+        """Return the prompt's token ids behind a history: the prompt and the answer of the turn before."""
+        return [*history[: len(history) - self.num_dropped], *self.token_ids]
+
+
+def find_continuation(prompt: Sequence[int], before: Sequence[int], answer: Sequence[int]) -> Continuation:
+    """Tell how a turn continues the one before it.
 
     Args:
         prompt: of the turn.
-        history: the prompt and the answer of the turn that it continues; empty for none.
+        before: the prompt of the turn that it continues; empty for none.
+        answer: of that turn.
 
     Raises:
-        ValueError: The prompt does not begin with the history.
+        ValueError: The prompt does not begin with the one before it.
     """
-    if list(prompt[: len(history)]) != list(history):
-        msg = "a turn does not continue the one before it, token for token; use a model whose template only appends"
+    history = [*before, *answer]
+    num_kept = next((at for at, (one, old) in enumerate(zip(prompt, history, strict=False)) if one != old), None)
+    num_kept = min(len(prompt), len(history)) if num_kept is None else num_kept
+    if num_kept < len(before):
+        msg = (
+            f"a turn's prompt differs from the one before it at token {num_kept} of {len(before)}; use a model whose "
+            "template only appends"
+        )
         raise ValueError(msg)
-    return list(prompt[len(history) :])
+    return Continuation(len(history) - num_kept, list(prompt[num_kept:]))

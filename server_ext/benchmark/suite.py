@@ -6,6 +6,7 @@ the arms showed, with the rates of the same run.
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from server_ext.benchmark.arms import Arm, Engines
     from server_ext.benchmark.rounds import ArmRound
     from server_ext.benchmark.scenarios import Scenario
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,9 @@ async def run_scenario(
         on_part: called after each arm's part of each round.
         company: see `run_rounds`; None where the scenario asks nothing besides.
         max_seconds: no other round begins once so much time is over; None for no limit.
+
+    Returns:
+        What whole rounds showed. Where something fails behind the first round, `ended_early` says what.
     """
     reference = Reference()
     arms = make_arms(reference)
@@ -71,18 +78,31 @@ async def run_scenario(
     def is_over() -> bool:
         return max_seconds is not None and time.perf_counter() - started_s > max_seconds
 
-    async for part in run_rounds(
-        scenario,
-        arms,
-        reference=reference,
-        num_rounds=num_rounds,
-        seed=seed,
-        company=company or Company(),
-        is_over=is_over,
-    ):
-        found.add(part)
-        on_part(part)
-    if any(sample.fetched_tokens for sample in found.samples):
+    round_parts: list[ArmRound] = []
+    try:
+        async for part in run_rounds(
+            scenario,
+            arms,
+            reference=reference,
+            num_rounds=num_rounds,
+            seed=seed,
+            company=company or Company(),
+            is_over=is_over,
+        ):
+            on_part(part)
+            round_parts.append(part)
+            if len(round_parts) == len(arms):
+                for one in round_parts:
+                    found.add(one)
+                round_parts.clear()
+    except Exception as error:
+        if not found.arms:
+            raise
+        # Whole rounds are worth hours; whoever judges the file sees that there should be more.
+        logger.exception("%s ended early", scenario.name)
+        found.ended_early = repr(error)
+    # Where agents run side by side, what a turn took holds its waiting, and is no rate.
+    if scenario.at_once == 1 and any(sample.fetched_tokens for sample in found.samples):
         found.rates = MeasuredRates.fit(
             found.samples,
             short_prefills=short_prefills,

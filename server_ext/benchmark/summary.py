@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any, Final
 
 from server_ext.benchmark.samples import Estimate, quantile_with_interval, ratio_with_interval
@@ -63,6 +63,8 @@ class ScenarioResult:
     """By arm, one for each set of engines: time to the first token of the turns that came before all others."""
     seconds: float = 0.0
     """That the scenario took, warm-up included."""
+    ended_early: str | None = None
+    """What ended it before its last round; None where nothing did."""
 
     def add(self, part: ArmRound) -> None:
         """Take one arm's part of one round."""
@@ -116,6 +118,7 @@ class ScenarioResult:
             "what": self.scenario.what,
             "model": self.model,
             "seconds": round(self.seconds, 1),
+            "ended_early": self.ended_early,
             "warm_up_ttft_s": {name: list(times) for name, times in self.first_s.items()},
             "rates": None if self.rates is None else self.rates.to_json(),
             "arms": {name: self.figures(arm) for name, arm in self.arms.items()},
@@ -133,14 +136,15 @@ class ScenarioResult:
 
         rates = self.rates
         own = [one for one in arm.later() if belongs(one)]
-        fetched = [one for one in own if one.fetched_tokens]
+        ceilings = [rates.ceiling(one) for one in own if one.fetched_tokens] if rates else []
         return {
             "turns": len(own),
             "prompt_tokens_p50": median(one.prompt_tokens for one in own) if own else None,
             "ttft_s": _quantiles([one.ttft_s for one in own]),
             "speedup": _json(self._speedup(arm, belongs)),
             "speedup_p99": _json(self._speedup(arm, belongs, 0.99)) if len(own) >= _MIN_FOR["p99"] else None,
-            "ceiling_p50": median(rates.ceiling(one) for one in fetched) if fetched and rates else None,
+            "ceiling_p50": median(ceilings) if ceilings else None,
+            "ceiling_p99": _p99(ceilings),
             "floor_ratio_p50": _floor_ratio(own, rates),
         }
 
@@ -152,6 +156,10 @@ def _quantiles(values: list[float]) -> dict[str, Any]:
         if len(values) >= _MIN_FOR[name]:
             found[name] = _json(quantile_with_interval(values, q))
     return found
+
+
+def _p99(values: list[float]) -> float | None:
+    return quantiles(values, n=100, method="inclusive")[-1] if len(values) >= _MIN_FOR["p99"] else None
 
 
 def _floor_ratio(samples: list[Sample], rates: MeasuredRates | None) -> float | None:

@@ -15,8 +15,11 @@ _HEAD = (
     "p99",
     "against no_reuse",
     "first turn",
+    "TTFT beside others, p50",
+    "own ITL p50",
     "others' ITL p50",
     "p95",
+    "p99",
     "turns/s",
     "MB moved / turn",
     "pinned MB·s / token saved",
@@ -65,7 +68,7 @@ def _notes(scenario: Mapping[str, Any]) -> str:
 
 
 def _row(arm: str, figures: Mapping[str, Any]) -> list[str]:
-    ttft, beside = figures["ttft_s"], figures["itl_beside_s"]
+    ttft, beside_s, beside = figures["ttft_s"], figures["ttft_beside_s"], figures["itl_beside_s"]
     turns = figures["turns"] or 1
     pinned = figures["pinned_byte_s_per_avoided_token"]
     return [
@@ -74,7 +77,9 @@ def _row(arm: str, figures: Mapping[str, Any]) -> list[str]:
         *(_time(ttft.get(name)) for name in ("p50", "p95", "p99")),
         _ratio(figures["speedup"]),
         _time(figures["ttft_first_turn_s"].get("p50")),
-        *(_time(beside.get(name)) for name in ("p50", "p95")),
+        _time(beside_s.get("p50")),
+        _time(figures["itl_s"].get("p50")),
+        *(_time(beside.get(name)) for name in ("p50", "p95", "p99")),
         f"{figures['turns_per_s']:.2f}" if figures["turns_per_s"] else "",
         f"{figures['bytes_moved'] / 1e6 / turns:.1f}" if figures["bytes_moved"] is not None else "",
         f"{pinned / 1e6:.2f}" if pinned is not None else "",

@@ -119,6 +119,8 @@ def bench(
     except (CannotReset, ValueError, OSError) as error:
         say_and_exit(str(error))
     _write(result, html, json_path)
+    if result.ended_early is not None:
+        say_and_exit(f"ended early, so these are fewer rounds than were asked for: {result.ended_early}")
 
 
 def _local_prefill_url() -> str:
@@ -225,12 +227,14 @@ async def _measure(engines: Engines, scenario: Scenario, model: Model, rounds: i
             arms: dict[str, Arm] = {}
             for name in scenario.arms:
                 if name in ROUTES:
-                    missing = prefill_cache_of(http, engines.prefill_url) if name == "fetch" else None
+                    # Emptying waits for an idle P, which must not take the waiting out of an open loop.
+                    is_emptied = name == "fetch" and scenario.at_once == 1
+                    missing = prefill_cache_of(http, engines.prefill_url) if is_emptied else None
                     arms[name] = SessionArm(name, client, pair, missing)
                 elif engines.aggregated_url is not None:
                     url = engines.aggregated_url.rstrip("/")
                     complete: Complete = one_engine(http, url, model.name)
-                    arms[name] = PlainArm(name, complete, reference.delta_ids, RunningEngines(http, (url,)))
+                    arms[name] = PlainArm(name, complete, reference.continuation, RunningEngines(http, (url,)))
             return arms
 
         return await run_scenario(scenario, make_arms, model=model, num_rounds=rounds, seed=seed, on_part=_show)

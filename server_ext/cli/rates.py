@@ -28,6 +28,10 @@ def rates(
         int | None, typer.Option(help="Longest prompt (default: half of the context, at most 2048).", min=100)
     ] = None,
     repeats: Annotated[int, typer.Option(help="How often each point is measured.", min=1)] = 1,
+    prefill_step_tokens: Annotated[
+        int | None,
+        typer.Option(help="P's max_num_batched_tokens (default: as D's, which D tells of itself).", min=1),
+    ] = None,
     out: Annotated[str, typer.Option(help="Where to write the rates; - prints them alone.")] = "rates.json",
 ) -> None:
     """Measure your own engines, for `simulate --rates` and `analyze --rates`. They must be idle otherwise."""
@@ -43,7 +47,9 @@ def rates(
     try:
         engine = find_decode_engine(base_url, api_key)
         longest = _longest(max_tokens, engine.max_model_len)
-        found, raw = asyncio.run(_measure(base_url, api_key, engine, longest, repeats))
+        found, raw = asyncio.run(
+            _measure(base_url, api_key, engine, longest, repeats, prefill_step_tokens or engine.step_tokens)
+        )
     except (BidiKVError, ValueError) as error:
         say_and_exit(str(error))
     text = json.dumps({**found.to_json(), "samples": raw}, indent=1)
@@ -72,7 +78,7 @@ def _longest(max_tokens: int | None, context: int) -> int:
 
 
 async def _measure(
-    base_url: str, api_key: str | None, engine: DecodeEngine, longest: int, repeats: int
+    base_url: str, api_key: str | None, engine: DecodeEngine, longest: int, repeats: int, prefill_step_tokens: int
 ) -> tuple[FleetRates, dict[str, Any]]:
     from bidikv_sdk import AsyncBidiKV
     from server_ext.cli._measure import Measurement
@@ -88,6 +94,7 @@ async def _measure(
         max_context_tokens=engine.max_model_len,
         pool_tokens=engine.pool_tokens,
         step_tokens=engine.step_tokens,
+        prefill_step_tokens=prefill_step_tokens,
     )
     return fit_rates(shape, measured.turns, measured.decodes, measured.besides), measured.raw()
 

@@ -25,7 +25,7 @@ _HOST = "127.0.0.1"
 
 # A control call waits for the step that runs, so D's steps are short; P has no such calls, and larger chunks
 # gain nothing on a CPU. On GPUs steps are short anyhow: vLLM's own defaults stand.
-_CPU_STEP_TOKENS: dict[Role, int] = {"prefill": 512, "decode": 256}
+CPU_STEP_TOKENS: dict[Role, int] = {"prefill": 512, "decode": 256}
 
 _CPU_ENV = {
     # One core per engine, threads left where the kernel puts them: two engines share a small machine.
@@ -175,7 +175,7 @@ def _argv(config: StackConfig, role: Role) -> list[str]:
     if config.platform == "cpu":
         # bfloat16 is emulated on most CPUs, and ten times slower.
         argv += ["--dtype", "float32", "--enforce-eager", "--distributed-executor-backend", "uni"]
-        argv += ["--max-num-batched-tokens", str(_CPU_STEP_TOKENS[role])]
+        argv += ["--max-num-batched-tokens", str(CPU_STEP_TOKENS[role])]
     elif config.gpu_memory_utilization is not None:
         argv += ["--gpu-memory-utilization", str(config.gpu_memory_utilization)]
     if role == "decode" and config.tool_call_parser is not None:

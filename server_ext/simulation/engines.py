@@ -36,65 +36,83 @@ class Port:
 
 
 class PrefillEngine:
-    """P: computes prompts one after the other, as chunked prefill does, and keeps the last in its prefix cache."""
+    """P: computes prompts in the order in which they come, and keeps the last in its prefix cache.
+
+    As vLLM's scheduler: what waits goes into one step as far as that has room, and pays what a step costs at least only
+    once. A prompt that fills more than a step is computed alone.
+    """
 
     __slots__ = (
-        "_at_s", "_cache", "_cached_tokens", "_left_s", "_pool_tokens", "_speed", "_waiting_s", "busy_s", "inbound",
-        "name", "neighbour", "num_changes", "outbound", "queue",
+        "_at_s", "_cache", "_cached_tokens", "_left_s", "_pool_tokens", "_rates", "_speed", "_waiting_s", "busy_s",
+        "computing", "inbound", "name", "neighbour", "num_changes", "outbound", "waiting",
     )  # fmt: skip
 
-    def __init__(self, name: str, pool_tokens: int) -> None:
+    def __init__(self, name: str, rates: FleetRates, pool_tokens: int) -> None:
         """Make an idle engine; with 0 tokens its prefix cache never hits."""
         self.name = name
         self.inbound, self.outbound = Port(), Port()
-        self.queue: deque[Turn] = deque()
-        """The first one is being computed."""
+        self.computing: list[Turn] = []
+        """Empty where nothing is to be done."""
+        self.waiting: deque[Turn] = deque()
         self.neighbour: DecodeEngine | None = None
         """On the same machine."""
         self.num_changes = 0
-        """Of when the first one will be computed."""
+        """Of when what is being computed will be."""
         self.busy_s = 0.0
+        self._rates = rates
         self._left_s = self._waiting_s = self._at_s = 0.0
         self._speed = 1.0
         self._pool_tokens = pool_tokens
         self._cached_tokens = 0
         self._cache: OrderedDict[int, int] = OrderedDict()
 
-    def add(self, turn: "Turn", *, now_s: float) -> None:
-        """Put a prompt into the queue."""
+    def add(self, turn: "Turn", *, now_s: float) -> bool:
+        """Take a prompt; return whether it is computed at once."""
         self.advance(now_s=now_s)
-        self.queue.append(turn)
+        self.waiting.append(turn)
         self._waiting_s += turn.compute_s
-        if len(self.queue) == 1:
-            self._begin()
+        if self.computing:
+            return False
+        self._begin()
+        return True
 
-    def pop(self, *, now_s: float) -> "Turn":
-        """Take the first prompt out: it is computed."""
+    def pop(self, *, now_s: float) -> "list[Turn]":
+        """Take out what is computed, and begin with what waits."""
         self.advance(now_s=now_s)
-        turn = self.queue.popleft()
-        if self.queue:
+        computed, self.computing = self.computing, []
+        if self.waiting:
             self._begin()
-        return turn
+        return computed
 
     def _begin(self) -> None:
-        self._left_s = self.queue[0].compute_s
-        self._waiting_s -= self._left_s
+        rates, waiting = self._rates, self.waiting
+        turn = waiting.popleft()
+        self.computing.append(turn)
+        self._left_s = turn.compute_s
+        self._waiting_s -= turn.compute_s
+        left_tokens = rates.prefill_step_tokens - turn.num_new
+        while waiting and waiting[0].num_new <= left_tokens:
+            turn = waiting.popleft()
+            self.computing.append(turn)
+            left_tokens -= turn.num_new
+            self._left_s += max(0.0, turn.compute_s - rates.step_least_s)
+            self._waiting_s -= turn.compute_s
 
     def advance(self, *, now_s: float) -> None:
         """Compute until now."""
-        if self.queue:
+        if self.computing:
             elapsed_s = now_s - self._at_s
             self._left_s -= elapsed_s * self._speed
             self.busy_s += elapsed_s
         self._at_s = now_s
 
     def next_end_s(self) -> float:
-        """Return when the first prompt is computed if nothing changes; there must be one."""
-        return self._at_s + max(0.0, self._left_s) / self._speed
+        """Return when it looks at what waits, if nothing changes: the past where it has nothing to do."""
+        return self._at_s + max(0.0, self._left_s) / self._speed if self.computing else self._at_s
 
     def free_s(self) -> float:
-        """Return when all that is in the queue now will be computed; the past where it is empty."""
-        return self.next_end_s() + self._waiting_s if self.queue else self._at_s
+        """Return when all that is here now will be computed, at the latest; the past where there is nothing."""
+        return self.next_end_s() + self._waiting_s
 
     def set_speed(self, speed: float, *, now_s: float) -> bool:
         """Compute at another speed from now on; return whether that is a change."""
@@ -102,7 +120,7 @@ class PrefillEngine:
             return False
         self.advance(now_s=now_s)
         self._speed = speed
-        return bool(self.queue)
+        return bool(self.computing)
 
     def num_cached(self, session: int, kept_tokens: int) -> int:
         """Return how many of the first `kept_tokens` of a session's prompt lie in the prefix cache."""

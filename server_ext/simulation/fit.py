@@ -66,6 +66,7 @@ class Shape:
     max_context_tokens: int
     pool_tokens: int
     step_tokens: int
+    prefill_step_tokens: int
 
 
 def fit_rates(

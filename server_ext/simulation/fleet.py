@@ -51,7 +51,7 @@ class Fleet:
         self._random = Random(config.seed * config.num_groups + group)  # noqa: S311 (a simulation's choices, no secrets)
         cache_tokens = rates.pool_tokens if config.has_prefill_cache else 0
         numbers = part(config.num_prefill, group, config.num_groups)
-        self.prefills = [PrefillEngine(str(number), cache_tokens) for number in numbers]
+        self.prefills = [PrefillEngine(str(number), rates, cache_tokens) for number in numbers]
         computing = chunk_rates(rates.prefill_s_per_token, rates.attention_tokens, config.chunk_tokens)
         self.decodes = [
             DecodeEngine(
@@ -168,8 +168,8 @@ class Fleet:
         held, begun = turn.request.held_tokens, turn.request.begun
         cached = prefill.num_cached(turn.session.number, min(turn.kept_tokens, turn.prompt_tokens - 1))
         turn.cached_tokens = cached
-        # vLLM looks at what waits when the prompt before it is computed: the read begins then, not before.
-        look_s = max(ready_s, prefill.free_s())
+        # vLLM looks at what waits between two steps: the read begins then, not before, beside what is computed next.
+        look_s = max(ready_s, prefill.next_end_s())
         settings = self._config.settings
         if begun.ticket is None or held <= cached or held < settings.min_fetch_tokens:
             self._clock.after(ready_s - now_s, self._ready, turn)
@@ -200,15 +200,16 @@ class Fleet:
         """Put a prompt into P's queue: what is fetched for it is there."""
         now_s, prefill = self._clock.now_s, turn.prefill
         assert prefill is not None  # noqa: S101 (as above)
-        turn.compute_s = self._rates.prefill_s(turn.prompt_tokens, turn.cached_tokens + turn.fetched_tokens)
+        num_present = turn.cached_tokens + turn.fetched_tokens
+        turn.num_new = turn.prompt_tokens - num_present
+        turn.compute_s = self._rates.prefill_s(turn.prompt_tokens, num_present)
         turn.idle_s += turn.compute_s
-        prefill.add(turn, now_s=now_s)
-        if len(prefill.queue) == 1:
+        if prefill.add(turn, now_s=now_s):
             self._wake_prefill(prefill, now_s=now_s)
             self._share(prefill, prefill.neighbour, now_s=now_s)
 
     def _wake_prefill(self, prefill: PrefillEngine, *, now_s: float) -> None:
-        """See to it that P is looked at when its prompt is computed; what was foreseen before no longer counts."""
+        """See to it that P is looked at when its step ends; what was foreseen before no longer counts."""
         prefill.num_changes += 1
         delay_s = max(0.0, prefill.next_end_s() - now_s)
         self._clock.after(delay_s, self._computed, (prefill, prefill.num_changes))
@@ -218,23 +219,28 @@ class Fleet:
         if prefill is None or home is None:
             return
         rates = self._rates
-        home.batch.stretch(rates.decode_slowdown if prefill.queue else 1.0, now_s=now_s)
+        home.batch.stretch(rates.decode_slowdown if prefill.computing else 1.0, now_s=now_s)
         self._wake(home, now_s=now_s)
         if prefill.set_speed(1 / rates.prefill_slowdown if home.batch.num_running else 1.0, now_s=now_s):
             self._wake_prefill(prefill, now_s=now_s)
 
     def _computed(self, foreseen: tuple[PrefillEngine, int]) -> None:
-        """Give the ticket back, and hand over what D has not."""
+        """Hand over what P has computed, and let it go on."""
         prefill, num_changes = foreseen
         if num_changes != prefill.num_changes:
             return
-        now_s, rates = self._clock.now_s, self._rates
-        turn = prefill.pop(now_s=now_s)
-        home = turn.session.home
-        if prefill.queue:
+        now_s = self._clock.now_s
+        computed = prefill.pop(now_s=now_s)
+        if prefill.computing:
             self._wake_prefill(prefill, now_s=now_s)
         else:
             self._share(prefill, prefill.neighbour, now_s=now_s)
+        for turn in computed:
+            self._hand_over(prefill, turn, now_s=now_s)
+
+    def _hand_over(self, prefill: PrefillEngine, turn: Turn, *, now_s: float) -> None:
+        """Give the ticket back, and send D what it has not."""
+        rates, home = self._rates, turn.session.home
         turn.answered_s = now_s
         if turn.way != "recompute":
             prefill.cache(turn.session.number, turn.prompt_tokens)

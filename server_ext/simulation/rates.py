@@ -40,6 +40,8 @@ class FleetRates:
     """Tokens whose KV fits on one engine."""
     step_tokens: int
     """Most tokens that a step of a decode engine prefills."""
+    prefill_step_tokens: int
+    """Most tokens of a prefill engine's step."""
     control_s: float
     """Before a prompt is on its way: rendering, and the calls to the home of the session."""
     prefill_fixed_s: float
@@ -81,6 +83,11 @@ class FleetRates:
         """Return the seconds to compute a prompt of `num_tokens`, the first `num_present` of which are there."""
         work = num_tokens - num_present + (num_tokens * num_tokens - num_present * num_present) / self.attention_tokens
         return max(self.prefill_least_s, self.prefill_fixed_s + self.prefill_s_per_token * work)
+
+    @property
+    def step_least_s(self) -> float:
+        """What a step of a prefill engine takes however little it computes: prompts in one step share it."""
+        return max(self.prefill_least_s, self.prefill_fixed_s)
 
     def step_s(self, num_sequences: int, context_tokens: float) -> float:
         """Return the seconds of a decode step of so many sequences, at least one."""
@@ -136,8 +143,8 @@ class FleetRates:
 
 
 _POSITIVE: Final = frozenset(
-    {"kv_bytes_per_token", "max_context_tokens", "pool_tokens", "step_tokens", "prefill_s_per_token"}
-    | {"attention_tokens", "decode_step_s", "prefill_slowdown", "decode_slowdown"}
+    {"kv_bytes_per_token", "max_context_tokens", "pool_tokens", "step_tokens", "prefill_step_tokens"}
+    | {"prefill_s_per_token", "attention_tokens", "decode_step_s", "prefill_slowdown", "decode_slowdown"}
 )
 _POSITIVE_TEXT: Final = ", ".join(sorted(_POSITIVE))
 
@@ -152,6 +159,7 @@ def from_limits(limits: Limits) -> FleetRates:
         max_context_tokens=limits.model.max_context_tokens,
         pool_tokens=limits.pool_tokens,
         step_tokens=_STEP_TOKENS,
+        prefill_step_tokens=_STEP_TOKENS,
         control_s=_CONTROL_S,
         prefill_fixed_s=0.0,
         prefill_least_s=limits.decode_s_per_token,

@@ -39,6 +39,7 @@ class Turn:
         "idle_s",
         "is_ticket_late",
         "kept_tokens",
+        "num_new",
         "number",
         "plan",
         "prefill",
@@ -62,6 +63,7 @@ class Turn:
         self.request: Request
         self.cached_tokens = 0
         self.fetched_tokens = 0
+        self.num_new = 0
         self.compute_s = 0.0
         self.fetch_s: float | None = None
         self.answered_s: float | None = None

@@ -43,7 +43,7 @@ def test_ps_cache_is_emptied_only_where_nobody_else_fills_it(bench):
             assert arms[name].complete.__self__.is_prefill_cache_missing is is_emptied
 
 
-CONTENT = {"machine": {"cores": 2}, "versions": {"vllm": "0.32"}}
+CONTENT = {"machine": {"cores": 2}, "versions": {"vllm": "0.32"}, "run": "full"}
 
 
 def test_a_result_is_merged_into_one_of_the_same_machine(tmp_path):
@@ -62,12 +62,21 @@ def test_a_result_of_another_machine_is_not_merged(tmp_path):
         alternatives._scenarios_of(path, CONTENT)  # noqa: SLF001 (as above)
 
 
+def test_a_short_run_is_not_merged_into_a_full_one(tmp_path):
+    """Its long agent has fewer tokens, and the same name."""
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps({**CONTENT, "scenarios": {}}))
+    with pytest.raises(alternatives.OtherMachine, match="run full"):
+        alternatives._scenarios_of(path, {**CONTENT, "run": "short"})  # noqa: SLF001 (as above)
+
+
 @pytest.fixture
 def run_main(monkeypatch, tmp_path):
     """Runs the script with engines that are made up; returns its exit status."""
 
     def run(measure, *arguments):
         monkeypatch.setattr(alternatives, "measure_all", measure)
+        monkeypatch.setattr(alternatives, "write", lambda *_: None)
         monkeypatch.setattr(alternatives.signal, "signal", lambda *_: None)
         monkeypatch.setattr(sys, "argv", ["alternatives.py", "--out", str(tmp_path), *arguments])
         return alternatives.main()
@@ -85,7 +94,7 @@ def test_engines_that_do_not_start_cost_their_own_scenarios_only(run_main, capsy
             raise RuntimeError(msg)
         for part in parts:
             measured.append(part.scenario.name)
-            content["scenarios"][part.scenario.name] = {"arms": {}}
+            content["scenarios"][part.scenario.name] = {"arms": {}, "ended_early": None}
 
     assert run_main(measure, "--full") == 1
     assert set(measured) == {one.scenario.name for one in FULL_RUN} - {"slow_link"}

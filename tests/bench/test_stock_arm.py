@@ -100,3 +100,26 @@ def test_what_is_held_for_handles_is_counted_beside_what_the_engines_count():
     proxy.handles.pinned_block_s = 7.0
     counted = asyncio.run(StockEngines(Engines(), proxy, 100).counters())
     assert counted == {"bytes_moved": 5.0, "pinned_byte_s": 700.0}
+
+
+def test_what_is_read_to_give_back_is_no_users_traffic():
+    """The benchmark reads a conversation's last handle when it ends; that moves bytes that no agent would move."""
+    pair = Pair()
+    completions, state = pair.completions(), {}
+
+    class Engines:
+        async def counters(self):
+            return {"bytes_moved": 10.0 * len(pair.asked), "num_reads": float(len(pair.asked))}
+
+    engines = StockEngines(Engines(), completions.proxy, 100)
+
+    async def talk():
+        await complete(completions, [1, 2], state)
+        before = await engines.counters()
+        await engines.give_back(completions, state)
+        return before, await engines.counters()
+
+    before, after = asyncio.run(talk())
+    assert (before["bytes_moved"], len(pair.asked)) == (20.0, 3)
+    assert (after["bytes_moved"], after["num_reads"]) == (before["bytes_moved"], before["num_reads"])
+    assert after["pinned_byte_s"] > before["pinned_byte_s"]

@@ -63,6 +63,10 @@ class MadeAgent:
     async def run(self, ask: Ask) -> Said:
         """Answer one turn."""
         await asyncio.sleep(0)
+        if self.arm.fails_behind is not None and self.arm.num_turns == self.arm.fails_behind:
+            msg = "gone"
+            raise ConnectionError(msg)
+        self.arm.num_turns += 1
         if ask.rewind_to is not None:
             del self.histories[ask.rewind_to :]
         history = self.histories[-1] if self.histories else []
@@ -87,6 +91,9 @@ class MadeArm:
     tells: bool = True
     counted: float = 0.0
     engines: object = None
+    fails_behind: int | None = None
+    """Turns behind which the next one fails; None for none."""
+    num_turns: int = 0
 
     async def prepare(self) -> None:
         """Note it."""

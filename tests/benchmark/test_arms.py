@@ -10,7 +10,7 @@ import pytest
 from server_ext.benchmark import engines as engines_module
 from server_ext.benchmark.arms import PlainArm, one_engine
 from server_ext.benchmark.engines import CannotReset, RunningEngines, empty_cache
-from server_ext.benchmark.scenarios import Ask, Script
+from server_ext.benchmark.scenarios import Ask, Continuation, Script
 
 SCRIPT = Script(0, 0.0, "system", ())
 
@@ -29,7 +29,7 @@ def run_plain(*asks: Ask, usage=None):
         yield {"choices": [{"token_ids": [7]}]}
         yield {"choices": [{"token_ids": [8]}], "usage": usage}
 
-    arm = PlainArm("aggregated", complete, lambda script, turn: [100 + turn], RunningEngines(None, ()))
+    arm = PlainArm("aggregated", complete, lambda script, turn: Continuation(0, [100 + turn]), RunningEngines(None, ()))
 
     async def talk():
         agent = await arm.open(SCRIPT)
@@ -69,7 +69,7 @@ def test_a_server_that_answers_in_one_piece_says_when_its_first_token_came():
         ended.append(state)
 
     async def talk():
-        arm = PlainArm("stock", complete, lambda script, turn: [1], RunningEngines(None, ()), end)
+        arm = PlainArm("stock", complete, lambda script, turn: Continuation(0, [1]), RunningEngines(None, ()), end)
         agent = await arm.open(SCRIPT)
         said = await agent.run(ask())
         await agent.close()

@@ -94,7 +94,7 @@ def test_the_reference_tells_what_each_turn_added():
     reference = Reference()
     arms, _ = made_arms("no_reuse")
     run(arms, edited, reference=reference)
-    assert [len(reference.delta_ids(0, turn)) for turn in (1, 2, 3)] == [10, 5, 6]
+    assert [len(reference.continuation(0, turn).token_ids) for turn in (1, 2, 3)] == [10, 5, 6]
 
 
 def test_other_tokens_than_the_reference_are_seen():

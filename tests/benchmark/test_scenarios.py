@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from server_ext.benchmark.scenarios import Scenario, find_delta_ids, growing, stepping
+from server_ext.benchmark.scenarios import Scenario, find_continuation, growing, stepping
 from server_ext.traffic import PlannedSession, PlannedTurn, prompts
 
 
@@ -107,9 +107,24 @@ def test_requests_beside_several_agents_are_refused():
         replace(AGENTS, at_once=2)
 
 
-def test_a_delta_is_what_lies_behind_the_history():
-    """The ids of a delta are those of the prompt without what was there; anything else is an error."""
-    assert find_delta_ids([1, 2, 3, 4], [1, 2]) == [3, 4]
-    assert find_delta_ids([1, 2], []) == [1, 2]
-    with pytest.raises(ValueError, match="does not continue"):
-        find_delta_ids([1, 9, 3], [1, 2])
+@pytest.mark.parametrize(
+    ("prompt", "before", "answer", "num_dropped", "new"),
+    [
+        ([1, 2, 3, 4], [1], [2], 0, [3, 4]),
+        ([1, 2], [], [], 0, [1, 2]),
+        ([1, 2, 7, 8], [1], [2, 3, 9], 2, [7, 8]),
+        ([1, 7, 8], [1], [2, 3], 2, [7, 8]),
+        ([1, 2], [1], [2, 3], 1, []),
+    ],
+)
+def test_a_turn_continues_the_one_before_it(prompt, before, answer, num_dropped, new):
+    """Its prompt is the history, less what of the answer does not stay, and what is new behind it."""
+    found = find_continuation(prompt, before, answer)
+    assert (found.num_dropped, found.token_ids) == (num_dropped, new)
+    assert found.prompt([*before, *answer]) == prompt
+
+
+def test_a_turn_that_rewrites_the_prompt_before_it_is_refused():
+    """Such a history is another conversation; the error says where it differs."""
+    with pytest.raises(ValueError, match="at token 1 of 2"):
+        find_continuation([1, 9, 3], [1, 2], [3])

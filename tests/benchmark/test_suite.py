@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+
+import pytest
 
 from server_ext.benchmark.scenarios import Scenario, growing
 from server_ext.benchmark.suite import Model, run_scenario, to_file
@@ -16,17 +19,17 @@ SCENARIO = Scenario(
 )
 
 
-def run(log, **options):
-    """Run a scenario in which two arms share their engines."""
+def run(log, *, scenario=SCENARIO, fails_behind=None, **options):
+    """Run a scenario in which two arms share their engines; the last one may fail behind so many turns."""
     pair, one = object(), object()
     arms = {
         "no_reuse": MadeArm("no_reuse", log, engines=pair),
         "fetch": MadeArm("fetch", log, engines=pair),
-        "aggregated": MadeArm("aggregated", log, engines=one, tells=False),
+        "aggregated": MadeArm("aggregated", log, engines=one, tells=False, fails_behind=fails_behind),
     }
     return asyncio.run(
         run_scenario(
-            SCENARIO,
+            scenario,
             lambda _: arms,
             model=Model("m", 4000.0, 1000),
             num_rounds=2,
@@ -61,3 +64,26 @@ def test_a_run_whose_time_is_over_ends_after_whole_rounds():
     log = []
     run(log, max_seconds=0.0)
     assert len([what for what, *_ in log if what == "turn"]) == 9
+
+
+def test_whole_rounds_outlive_what_ends_a_later_one():
+    """An engine that dies in the second of two rounds costs that round, and the file says so."""
+    found = run([], fails_behind=4).to_json()
+    assert {name: arm["rounds"] for name, arm in found["arms"].items()} == {
+        "no_reuse": 1,
+        "fetch": 1,
+        "aggregated": 1,
+    }
+    assert "gone" in found["ended_early"]
+    assert run([]).to_json()["ended_early"] is None
+
+
+def test_what_ends_the_first_round_is_an_error():
+    """There is nothing to keep."""
+    with pytest.raises(Exception, match="TaskGroup"):
+        run([], fails_behind=1)
+
+
+def test_agents_side_by_side_tell_no_rates():
+    """What a turn takes then holds its waiting for others."""
+    assert run([], scenario=replace(SCENARIO, at_once=2)).rates is None

@@ -15,6 +15,7 @@ RATES = FleetRates(
     max_context_tokens=100_000,
     pool_tokens=50_000,
     step_tokens=1_000,
+    prefill_step_tokens=1_000,
     control_s=0.01,
     prefill_fixed_s=0.1,
     prefill_least_s=0.0,

@@ -1,12 +1,14 @@
 """The simulator against answers that can be worked out by hand."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from server_ext.analysis.hardware import find_gpu, find_link, find_model
 from server_ext.analysis.limits import Limits
 from server_ext.simulation.config import FleetConfig
+from server_ext.simulation.engines import PrefillEngine
 from server_ext.simulation.rates import from_limits
 from server_ext.traffic import AGENT, SMALL, generate
 
@@ -327,3 +329,30 @@ def test_the_rates_of_the_tests_are_plain():
     """What the builders take is a fleet like any other."""
     assert isinstance(config(), FleetConfig)
     assert RATES.prefill_s(1_000) == pytest.approx(prefill_s(1_000))
+
+
+def waiting_turn(num_new, compute_s):
+    """Return what P looks at of a turn."""
+    return SimpleNamespace(num_new=num_new, compute_s=compute_s)
+
+
+def test_prompts_that_wait_share_a_step_of_p():
+    """As far as 1,000 tokens reach; each but the first one saves the 0.1 s that a step costs at least."""
+    engine = PrefillEngine("0", RATES, 0)
+    turns = [waiting_turn(*one) for one in ((900, 1.0), (600, 0.7), (400, 0.5), (1, 0.1005))]
+    assert [engine.add(turn, now_s=0.0) for turn in turns] == [True, False, False, False]
+    assert (engine.next_end_s(), engine.free_s()) == (1.0, pytest.approx(2.3005))
+    assert engine.pop(now_s=1.0) == turns[:1]
+    assert engine.next_end_s() == pytest.approx(1.0 + 0.7 + 0.4)
+    assert engine.pop(now_s=2.1) == turns[1:3]
+    assert engine.pop(now_s=2.2005) == turns[3:]
+    assert not engine.computing
+
+
+def test_a_prompt_longer_than_a_step_of_p_is_computed_alone():
+    """What waits behind it does not go into its last step."""
+    engine = PrefillEngine("0", RATES, 0)
+    for one in ((10, 0.2), (5_000, 6.0), (10, 0.2)):
+        engine.add(waiting_turn(*one), now_s=0.0)
+    engine.pop(now_s=0.2)
+    assert [turn.num_new for turn in engine.computing] == [5_000]

@@ -81,14 +81,17 @@ def test_merged_figures_are_those_of_one_fleet(last_start_s):
 
 
 def test_a_fleet_in_groups_answers_as_one_fleet():
-    """Where there are many P to choose from anyway: shares within two points, the median within a tenth."""
+    """Where there are many P to choose from anyway: shares within three points, the median within a tenth.
+
+    Two points of them are P's own cache: one of twelve P has a session's last prompt twice as often as one of 24.
+    """
     fleet = replace(BASE, prefill=24, decode=24, sessions=300, concurrent=100, route="fetch")
     one, two = run(fleet), run(replace(fleet, groups=2))
     assert two.num_turns == one.num_turns
     assert two.later_ttft_s["p50"] == pytest.approx(one.later_ttft_s["p50"], rel=0.1)
     assert two.utilisation == pytest.approx(one.utilisation, abs=0.02)
     for outcome, share in one.outcomes.items():
-        assert two.outcomes.get(outcome, 0) == pytest.approx(share, abs=0.02)
+        assert two.outcomes.get(outcome, 0) == pytest.approx(share, abs=0.03)
 
 
 def test_more_groups_than_engines_are_refused():

@@ -19,6 +19,7 @@ SHAPE = Shape(
     max_context_tokens=RATES.max_context_tokens,
     pool_tokens=RATES.pool_tokens,
     step_tokens=RATES.step_tokens,
+    prefill_step_tokens=RATES.prefill_step_tokens,
 )
 
 
