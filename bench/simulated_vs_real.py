@@ -229,6 +229,7 @@ def planned(seed: int, num_sessions: int, rate_per_s: float) -> list[PlannedSess
                 gap_s=min(turn.gap_s, MAX_GAP_S),
                 delta_tokens=max(turn.delta_tokens, MIN_DELTA_TOKENS),
                 output_tokens=max(turn.output_tokens, 4),
+                kept_tokens=None,  # sessions only append here, also beyond the length at which others compact
             )
             for turn in session.turns
         )
