@@ -7,6 +7,7 @@ with noisy neighbours is not the same half an hour later. P's own prefix cache n
 of their history; the pool is small and leases live shorter than some gaps, so that turns also lose it.
 
     python -m bench.simulated_vs_real [--seeds 1] [--json out/simulated_vs_real.json] [--add]
+    python -m bench.simulated_vs_real --again --json docs/simulate.json  # what was replayed, simulated again
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from server_ext.launch.command import CPU_STEP_TOKENS, StackConfig
 from server_ext.launch.model import SMOLLM2, ensure_smollm2
 from server_ext.launch.stack import ensure_secret, free_ports, running_stack
 from server_ext.simulation.config import FleetConfig
-from server_ext.simulation.fit import Shape, fit_rates
+from server_ext.simulation.fit import BesideSample, DecodeSample, Shape, TurnSample, fit_rates
 from server_ext.simulation.fleet import Fleet
 from server_ext.traffic import SMALL, LogNormal, PlannedSession, generate, prompts
 
@@ -83,6 +84,27 @@ class Row:
 def main() -> int:
     """Run everything and return the exit status: 1 where the two sides are too far apart."""
     args = arguments()
+    path = Path(args.json)
+    runs = json.loads(path.read_text("utf-8"))["runs"] if args.add or args.again else []
+    if not args.again:
+        runs += on_engines(args)
+    report = {
+        "versions": versions(),
+        "ttl_s": TTL_S,
+        "budget_fraction": BUDGET,
+        "workload": asdict(WORKLOAD),
+        "runs": [judged(run) for run in runs],
+    }
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    for run in report["runs"]:
+        console.print(markdown(run))
+    console.print(f"all numbers: {path}")
+    return 0 if all(run["is_close"] for run in report["runs"]) else 1
+
+
+def on_engines(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return what real engines took: a record for each seed."""
     state_dir = OUT / "simulated-stack"
     model = str(ensure_smollm2(console.print))
     prefill, decode = free_ports()
@@ -100,24 +122,7 @@ def main() -> int:
     with running_stack(
         config, state_dir, lambda p: console.print(f"{p.elapsed_s:5.0f} s  {p.role:8} {p.stage}")
     ) as stack:
-        runs, samples = asyncio.run(measure(stack.url, args))
-    report = {
-        "versions": versions(),
-        "ttl_s": TTL_S,
-        "budget_fraction": BUDGET,
-        "workload": asdict(WORKLOAD),
-        "samples": samples,
-        "runs": runs,
-    }
-    path = Path(args.json)
-    if args.add and path.exists():
-        report["earlier"] = json.loads(path.read_text("utf-8"))
-    path.parent.mkdir(exist_ok=True, parents=True)
-    path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-    for run in runs:
-        console.print(markdown(run))
-    console.print(f"all numbers: {path}")
-    return 0 if all(run["is_close"] for run in runs) else 1
+        return asyncio.run(measure(stack.url, args))
 
 
 def arguments() -> argparse.Namespace:
@@ -126,44 +131,53 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", default="1", help="one plan each, such as 1,2")
     parser.add_argument("--sessions", type=int, default=20, help="of a plan")
     parser.add_argument("--load", type=float, default=0.45, help="share of the time that the engines compute, about")
-    parser.add_argument("--add", action="store_true", help="keep what the file has, under `earlier`")
+    parser.add_argument("--add", action="store_true", help="keep the runs that the file has")
+    parser.add_argument("--again", action="store_true", help="only simulate the runs that the file has, without engines")
     parser.add_argument("--json", default=str(OUT / "simulated_vs_real.json"))
     return parser.parse_args()
 
 
-async def measure(url: str, args: argparse.Namespace) -> tuple[list[Any], list[Any]]:
-    """Return both sides of every plan, and the samples of the rates before the first plan and after each."""
+async def measure(url: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Replay a plan for each seed, and measure the rates before the first and after each."""
     async with (
         httpx.AsyncClient(trust_env=False, timeout=600) as http_client,
         AsyncBidiKV(f"{url}/v1", http_client=http_client) as client,
     ):
-        measured = [await measurement(client)]
+        samples, pool_tokens = await measurement(client)
         overheads = await overhead(client)
-        runs = []
+        records = []
         for seed in map(int, args.seeds.split(",")):
-            plan = planned(args, seed, fitted(measured[-1:]))
+            rate_per_s = pace(seed, args.load, fitted(pool_tokens, [samples]))
+            plan = planned(seed, args.sessions, rate_per_s)
             num_turns = sum(len(session.turns) for session in plan)
             console.print(f"seed {seed}: {len(plan)} sessions, {num_turns} turns")
             started_s = time.perf_counter()
             rows = await replay(client, plan, overheads)
             took_s = time.perf_counter() - started_s
-            measured.append(await measurement(client))
-            rates = fitted(measured[-2:])
-            runs.append(compare(seed, plan, rows, simulated(rates, plan), took_s) | {"rates": rates.to_json()})
-    return runs, [one.raw() for one in measured]
+            before, (samples, _) = samples, await measurement(client)
+            records.append(
+                {
+                    "seed": seed,
+                    "num_sessions": len(plan),
+                    "rate_per_s": rate_per_s,
+                    "took_s": took_s,
+                    "pool_tokens": pool_tokens,
+                    "samples": [before, samples],
+                    "turns": [asdict(row) for row in rows],
+                }
+            )
+    return records
 
 
-async def measurement(client: AsyncBidiKV) -> Measurement:
-    """Return what `bidikv rates` measures on idle engines."""
+async def measurement(client: AsyncBidiKV) -> tuple[dict[str, Any], int]:
+    """Return what `bidikv rates` measures on idle engines, and the tokens of D's pool."""
     measured = Measurement(client, LONGEST_TOKENS, 1, lambda text: console.print(f"rates: {text}"))
     await measured.run()
-    return measured
+    return measured.raw(), measured.said[-1].pool.total_blocks * measured.block_size
 
 
-def fitted(measured: list[Measurement]) -> FleetRates:
+def fitted(pool_tokens: int, samples: list[dict[str, Any]]) -> FleetRates:
     """Return the rates that explain all samples of some measurements of the same engines."""
-    last = measured[-1]
-    pool_tokens = last.said[-1].pool.total_blocks * last.block_size
     shape = Shape(
         model="smollm2-135m",
         source=f"measured with prompts of up to {LONGEST_TOKENS} tokens",
@@ -173,14 +187,12 @@ def fitted(measured: list[Measurement]) -> FleetRates:
         step_tokens=CPU_STEP_TOKENS["decode"],
         prefill_step_tokens=CPU_STEP_TOKENS["prefill"],
     )
-    rates = fit_rates(
+    return fit_rates(
         shape,
-        [one for part in measured for one in part.turns],
-        [one for part in measured for one in part.decodes],
-        [one for part in measured for one in part.besides],
+        [TurnSample(**one) for part in samples for one in part["turns"]],
+        [DecodeSample(**one) for part in samples for one in part["decodes"]],
+        [BesideSample(**{**one, "turn": TurnSample(**one["turn"])}) for part in samples for one in part["besides"]],
     )
-    console.print(rates.to_json())
-    return rates
 
 
 async def overhead(client: AsyncBidiKV) -> tuple[int, int]:
@@ -192,11 +204,11 @@ async def overhead(client: AsyncBidiKV) -> tuple[int, int]:
     return first.cache.prompt_tokens - 100, grown - 100
 
 
-def planned(args: argparse.Namespace, seed: int, rates: FleetRates) -> list[PlannedSession]:
-    """Return the sessions of a seed, with gaps that end within minutes and deltas that a chat template can have.
+def pace(seed: int, load: float, rates: FleetRates) -> float:
+    """Return how many sessions begin each second, so that the engines compute for this share of the time, about.
 
-    They begin at a pace that the engines can serve, by their measured rates: in an overload both sides would only tell
-    how long the plan is. Where the two share a machine, what either computes counts. Leases that are lost add to it.
+    In an overload both sides would only tell how long the plan is. Where the two share a machine, what either computes
+    counts. Leases that are lost add to it.
     """
     sample = list(generate(WORKLOAD, 100, seed=seed + 1000, rate_per_s=None))
     busy_s = sum(
@@ -204,15 +216,20 @@ def planned(args: argparse.Namespace, seed: int, rates: FleetRates) -> list[Plan
         for session in sample
         for turn, (prompt, kept) in zip(session.turns, prompts(session), strict=True)
     )
-    rate_per_s = args.load / (busy_s / len(sample))
+    return load / (busy_s / len(sample))
+
+
+def planned(seed: int, num_sessions: int, rate_per_s: float) -> list[PlannedSession]:
+    """Return the sessions of a seed, with gaps that end within minutes and deltas that a chat template can have."""
     plan = []
-    for session in generate(WORKLOAD, args.sessions, seed=seed, rate_per_s=rate_per_s):
+    for session in generate(WORKLOAD, num_sessions, seed=seed, rate_per_s=rate_per_s):
         limited = tuple(
             replace(
                 turn,
                 gap_s=min(turn.gap_s, MAX_GAP_S),
                 delta_tokens=max(turn.delta_tokens, MIN_DELTA_TOKENS),
                 output_tokens=max(turn.output_tokens, 4),
+                kept_tokens=None,  # sessions only append here, also beyond the length at which others compact
             )
             for turn in session.turns
         )
@@ -272,12 +289,15 @@ def simulated(rates: FleetRates, plan: list[PlannedSession]) -> Results:
     return fleet.run(iter(plan)).results()
 
 
-def compare(seed: int, plan: list[PlannedSession], rows: list[Row], sim: Results, took_s: float) -> dict[str, Any]:
-    """Return both sides of a plan, and whether they are close.
+def judged(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record with its simulation, and whether the two are close.
 
     That is 15 % in p50 and p95 of later turns, and 3 points in what became of them: outcomes, and also reasons, for all
     turns of a pair whose P never has anything are fetched.
     """
+    rates = fitted(record["pool_tokens"], record["samples"])
+    sim = simulated(rates, planned(record["seed"], record["num_sessions"], record["rate_per_s"]))
+    rows = [Row(**turn) for turn in record["turns"]]
     real: dict[str, Any] = {}
     for name, chosen in (("first", [r for r in rows if r.turn == 1]), ("later", [r for r in rows if r.turn > 1])):
         seconds = [row.ttft_s for row in chosen]
@@ -289,22 +309,18 @@ def compare(seed: int, plan: list[PlannedSession], rows: list[Row], sim: Results
     real["reasons"] = {name: share(later, "reason", name) for name in sorted({row.reason for row in later})}
     real["token_s"] = {"p50": float(np.median([row.token_s for row in rows]))}
     assert sim.later_ttft_s is not None  # noqa: S101 (there are such turns)
-    errors = {p: sim.later_ttft_s[p] / real["later_ttft_s"][p] - 1 for p in ("p50", "p95")}
+    errors = {p: float(sim.later_ttft_s[p] / real["later_ttft_s"][p] - 1) for p in ("p50", "p95")}
     points = {
         kind: 100 * max(abs(real[kind].get(name, 0.0) - shares.get(name, 0.0)) for name in {*real[kind], *shares})
         for kind, shares in (("outcomes", sim.outcomes), ("reasons", sim.reasons))
     }
-    return {
-        "seed": seed,
-        "num_sessions": len(plan),
-        "num_turns": len(rows),
-        "took_s": took_s,
+    return record | {
+        "rates": rates.to_json(),
         "real": real,
         "simulated": sim.to_json(),
         "errors": errors,
         "points": points,
         "is_close": all(abs(one) <= 0.15 for one in errors.values()) and all(one <= 3 for one in points.values()),
-        "turns": [asdict(row) for row in rows],
     }
 
 
@@ -317,7 +333,7 @@ def markdown(run: dict[str, Any]) -> str:
     """Return both sides as a table."""
     real, sim = run["real"], run["simulated"]
     lines = [
-        f"seed {run['seed']}: {run['num_sessions']} sessions, {run['num_turns']} turns",
+        f"seed {run['seed']}: {run['num_sessions']} sessions, {len(run['turns'])} turns",
         "",
         "| | real | simulated | |",
         "|---|---|---|---|",
