@@ -88,19 +88,20 @@ def main() -> int:
     runs = json.loads(path.read_text("utf-8"))["runs"] if args.add or args.again else []
     if not args.again:
         runs += on_engines(args)
+    results = [judged(run) for run in runs]
     report = {
         "versions": versions(),
         "ttl_s": TTL_S,
         "budget_fraction": BUDGET,
         "workload": asdict(WORKLOAD),
-        "runs": [judged(run) for run in runs],
+        "runs": results,
     }
     path.parent.mkdir(exist_ok=True, parents=True)
     path.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-    for run in report["runs"]:
+    for run in results:
         console.print(markdown(run))
     console.print(f"all numbers: {path}")
-    return 0 if all(run["is_close"] for run in report["runs"]) else 1
+    return 0 if all(run["is_close"] for run in results) else 1
 
 
 def on_engines(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -132,7 +133,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sessions", type=int, default=20, help="of a plan")
     parser.add_argument("--load", type=float, default=0.45, help="share of the time that the engines compute, about")
     parser.add_argument("--add", action="store_true", help="keep the runs that the file has")
-    parser.add_argument("--again", action="store_true", help="only simulate the runs that the file has, without engines")
+    parser.add_argument("--again", action="store_true", help="only simulate the file's runs, without engines")
     parser.add_argument("--json", default=str(OUT / "simulated_vs_real.json"))
     return parser.parse_args()
 
