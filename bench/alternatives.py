@@ -190,7 +190,7 @@ def _scenarios_of(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
     found = json.loads(path.read_text("utf-8"))
     for name in ("machine", "versions", "run"):
         if found.get(name) != content[name]:
-            msg = f"{path} has {name} {found[name]}, this is {content[name]}: run without --merge"
+            msg = f"{path} has {name} {found.get(name)}, this is {content[name]}: run without --merge"
             raise OtherMachine(msg)
     scenarios: dict[str, Any] = found["scenarios"]
     return scenarios

@@ -62,11 +62,13 @@ def test_a_result_of_another_machine_is_not_merged(tmp_path):
         alternatives._scenarios_of(path, CONTENT)  # noqa: SLF001 (as above)
 
 
-def test_a_short_run_is_not_merged_into_a_full_one(tmp_path):
-    """Its long agent has fewer tokens, and the same name."""
+@pytest.mark.parametrize("run", ["full", None])
+def test_a_short_run_is_not_merged_into_a_full_one(tmp_path, run):
+    """Its long agent has fewer tokens, and the same name; nor into a file that does not say what it is of."""
     path = tmp_path / "bench.json"
-    path.write_text(json.dumps({**CONTENT, "scenarios": {}}))
-    with pytest.raises(alternatives.OtherMachine, match="run full"):
+    content = {**CONTENT, "run": run, "scenarios": {}}
+    path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+    with pytest.raises(alternatives.OtherMachine, match=f"run {run}"):
         alternatives._scenarios_of(path, {**CONTENT, "run": "short"})  # noqa: SLF001 (as above)
 
 
