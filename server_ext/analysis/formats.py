@@ -25,7 +25,7 @@ _LIST: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _VALUE_ERRORS: Final = (msgspec.DecodeError, ValueError, OverflowError, RecursionError)
 _TEXT_IN_JSON: Final = re.compile(rb'"(?:message|asctime|msg)"')
 # A trace has lengths and hashes in place of these.
-_PROMPTS: Final = ("messages", "prompt", "prompt_token_ids", "input_ids", "input", *openai.FIELDS["body"])
+_PROMPTS: Final = (*openai.PROMPT_NAMES, *openai.FIELDS["body"])
 
 FORMATS: Final = {
     "openai": "OpenAI-style request log",

@@ -12,7 +12,17 @@ from typing import Any, Final
 import msgspec
 
 from .problems import Problems
-from .requests import BYTES_PER_TOKEN, CHUNK_TOKENS, Kind, Part, Request, chain_bytes, pack_ids, reply_fingerprint
+from .requests import (
+    BYTES_PER_TOKEN,
+    CHUNK_TOKENS,
+    MAX_TOKENS,
+    Kind,
+    Part,
+    Request,
+    chain_bytes,
+    pack_ids,
+    reply_fingerprint,
+)
 
 FIELDS: Final[dict[str, tuple[str, ...]]] = {
     "body": ("request", "body", "kwargs", "request_body", "input"),
@@ -36,7 +46,7 @@ FIELDS: Final[dict[str, tuple[str, ...]]] = {
 }
 """What is looked for, under which names; the first that is there counts."""
 
-_PROMPT_NAMES: Final = ("messages", "prompt", "prompt_token_ids", "input_ids", "input")
+PROMPT_NAMES: Final = ("messages", "prompt", "prompt_token_ids", "input_ids", "input")
 _KINDS: Final = {
     "system": Kind.SYSTEM,
     "developer": Kind.SYSTEM,
@@ -70,14 +80,11 @@ class _Head(msgspec.Struct):
 
 _HEAD: Final = msgspec.json.Decoder(_Head)
 
-# Far above any context, and rows hold a prompt and its answer in an int32.
-_MAX_TOKENS: Final = 1 << 29
-
 
 def is_request(fields: _Fields) -> bool:
     """Return whether an object's names are those of a request's log."""
     names = fields.keys()
-    return not names.isdisjoint(_PROMPT_NAMES) or not names.isdisjoint(FIELDS["body"]) or "usage" in names
+    return not names.isdisjoint(PROMPT_NAMES) or not names.isdisjoint(FIELDS["body"]) or "usage" in names
 
 
 def parse(where: str, fields: _Fields, problems: Problems) -> Request | None:
@@ -93,7 +100,7 @@ def parse(where: str, fields: _Fields, problems: Problems) -> Request | None:
     places = [outer, body, *(_object_at(f, ("metadata",)) for f in (outer, body))]
     places += [_lowered(_object_at(f, ("headers",))) for f in (outer, body)]
     usage = _object_at(outer, ("usage",)) or _object_at(reply, ("usage",))
-    source = body if any(_is_there(body, name) for name in _PROMPT_NAMES) else outer
+    source = body if any(_is_there(body, name) for name in PROMPT_NAMES) else outer
 
     request = Request(
         where=where,
@@ -237,7 +244,7 @@ def _num_prompt(counts: list[_Fields], num_beside: int, on_bad: Callable[[], Non
     num_prompt = _count(counts, FIELDS["prompt_tokens"], on_bad)
     if not num_prompt and (num_input := _count(counts, FIELDS["input_tokens"], on_bad)) is not None:
         num_prompt = num_input + num_beside
-        if num_prompt > _MAX_TOKENS:
+        if num_prompt > MAX_TOKENS:
             on_bad()
             return None
     # No prompt is of no tokens: gateways write 0 for what they do not know.
@@ -354,7 +361,7 @@ def _number(places: list[_Fields], names: tuple[str, ...]) -> float | None:
 def _count(places: list[_Fields], names: tuple[str, ...], on_bad: Callable[[], None]) -> int | None:
     """Return the first value that can be a count of tokens; tell of each before it that cannot."""
     for value in _values(places, names):
-        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _MAX_TOKENS:
+        if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MAX_TOKENS:
             return int(value)
         on_bad()
     return None

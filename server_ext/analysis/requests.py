@@ -17,6 +17,8 @@ CHUNK_TOKENS: Final = 64
 """The blocks of the published traces; also a usual block of engines. Finer is slower and changes little."""
 BYTES_PER_TOKEN: Final = 4
 """Usual for English and code; only for logs that give no counts."""
+MAX_TOKENS: Final = 1 << 29
+"""No count of a log is larger: far above any prompt, and a prompt with its answer is still an int32."""
 _CHUNK_BYTES: Final = CHUNK_TOKENS * BYTES_PER_TOKEN
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 
-from .requests import Request, chain_blocks
+from .requests import MAX_TOKENS, Request, chain_blocks
 
 _MOONCAKE_BLOCK: Final = 512
 """Of the published traces; a row may say otherwise."""
@@ -14,8 +14,8 @@ _KV_TESTER_BLOCK: Final = 64
 _MAX_DEPTH: Final = 16
 """Of sub-agents in sub-agents."""
 
-# What lies beyond is a broken log. Far above any prompt, and a prompt with its answer is still an int32.
-_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 29)]
+# What lies beyond is a broken log.
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
 # Far above any engine's block: a short row must not stand for millions of chunks.
 _BlockSize: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 13)]
 # Thirty thousand years: nanoseconds that are taken for seconds are no times.
