@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import httpx
 
+from server_ext.launch.command import CPU_ENV
 from server_ext.launch.stack import StackError, free_ports
 from server_ext.launch.state import EngineRecord, send_signal, stop
 
@@ -31,7 +32,6 @@ class PlainEngine:
     * **model** - its folder.
     * **served_name** - as clients call it.
     * **log_file** - begins anew.
-    * **num_threads** - that compute.
     * **args** - for vLLM, behind those that all our engines have.
     * **env** - to build on; None for this process's own.
     """
@@ -42,7 +42,6 @@ class PlainEngine:
         served_name: str,
         *,
         log_file: Path,
-        num_threads: int = 1,
         args: tuple[str, ...] = (),
         env: Mapping[str, str] | None = None,
     ) -> None:
@@ -54,9 +53,7 @@ class PlainEngine:
         argv += ["--model", model, "--served-model-name", served_name, "--dtype", "float32", "--enforce-eager"]
         argv += ["--distributed-executor-backend", "uni", "--block-size", "32", "--enable-prompt-tokens-details", *args]
         env = dict(os.environ if env is None else env) | {
-            "OMP_NUM_THREADS": str(num_threads),
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            **CPU_ENV,
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_PLUGINS": "",

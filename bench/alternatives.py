@@ -45,7 +45,6 @@ from server_ext.benchmark.limits import kv_bytes_per_token
 from server_ext.benchmark.page import write_page, write_plots
 from server_ext.benchmark.rounds import Company
 from server_ext.benchmark.suite import Model, run_scenario, to_file
-from server_ext.launch.command import ROLES
 from server_ext.launch.model import SMOLLM2, ensure_smollm2
 from server_ext.launch.tiny import TINY, ensure_tiny
 
@@ -216,12 +215,10 @@ def measure_all(setup: Setup, parts: Sequence[Part], content: dict[str, Any], ou
     wanted = {set_of(arm) for one in parts for arm in one.scenario.arms}
 
     def aggregated() -> PlainEngine:
-        # A pair has a core for each engine; this one has both.
         return PlainEngine(
             str(path),
             setup.model,
             log_file=folder / "aggregated.log",
-            num_threads=len(ROLES),
             args=setup.aggregated_args(token_bytes),
         )
 

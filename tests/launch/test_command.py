@@ -145,10 +145,10 @@ def test_a_single_key_stays_out_of_the_argument_list():
 
 def test_extra_arguments_come_last_and_extra_environment_wins():
     """What the user adds is put last, where vLLM lets it win."""
-    config = replace(CPU, extra_args={"decode": ("--dtype", "auto")}, extra_env={"OMP_NUM_THREADS": "2"})
+    config = replace(CPU, extra_args={"decode": ("--dtype", "auto")}, extra_env={"OMP_NUM_THREADS": "4"})
     command = engine_command(config, "decode", {})
     assert command.argv[-2:] == ("--dtype", "auto")
-    assert command.env["OMP_NUM_THREADS"] == "2"
+    assert command.env["OMP_NUM_THREADS"] == "4"
     assert engine_command(config, "prefill", {}).argv[-2] == "--kv-transfer-config"
 
 
@@ -158,7 +158,7 @@ def test_the_environment_is_built_on_the_given_one():
     env = engine_command(CPU, "prefill", base).env
     assert env["PATH"] == "/bin"
     assert env["UCX_TLS"] == "tcp"
-    assert env["OMP_NUM_THREADS"] == "1"
+    assert env["OMP_NUM_THREADS"] == "2"
     assert "VLLM_CPU_KVCACHE_SPACE" not in env
     assert "HF_HUB_OFFLINE" not in engine_command(replace(CPU, offline=False), "prefill", {}).env
     assert base["OMP_NUM_THREADS"] == "8"
