@@ -161,7 +161,7 @@ SLOW_LINK_TINY: Final = _tiny(
 SHORT_RUN: Final = tuple(Part(scenario=one, setup=REAL, rounds=5) for one in (AGENT, SHORT_CHAT))
 """`make bench`"""
 FULL_RUN: Final = (
-    Part(scenario=LONG_AGENT, setup=REAL, rounds=5, max_minutes=32),
+    Part(scenario=LONG_AGENT, setup=REAL, rounds=5, max_minutes=20),
     Part(scenario=SHORT_CHAT, setup=REAL, rounds=5, max_minutes=12),
     # Once: without AVX-512 each of its prompts takes a minute and a half to compute, and what it shows is no small
     # difference.
