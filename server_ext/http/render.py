@@ -1,11 +1,11 @@
 """Turn messages into token ids, continuing exactly what D has in its cache.
 
-The text that a model produced is never tokenized again: its ids are known. Three texts are rendered: the last turn's
-prompt (P), the history (A), and history plus delta (B). Where P is still what D's ids were made from, each begins the
-next one, and A holds after P all that the model said and then what the template writes after a reply, only the rest of
-B is tokenized and appended to D's ids. Elsewhere (new tools, a template that rewrites its history) everything is
-rendered afresh and the lease serves the common prefix. So a prompt is always what the template says, but for the
-model's own text, which stays as generated.
+The text that a model produced is never tokenized again: its ids are known. Two texts are rendered: the history (A), and
+history plus delta (B). Where A begins with the last turn's prompt, as its hash tells, holds behind that all that the
+model said and then what the template writes after a reply, and B begins with A, only the rest of B is tokenized and
+appended to D's ids. Elsewhere (new tools, a template that rewrites its history) everything is rendered afresh and the
+lease serves the common prefix. So a prompt is always what the template says, but for the model's own text, which stays
+as generated.
 
 Terms: the *closing* is what the template writes after an assistant's text (such as `<|im_end|>` and a newline); the
 *pending text* is the end of a reply that D's ids do not cover (a stop string may end inside a token).
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # A text that no template rewrites and no model says: it marks where an assistant's text stands in a rendering.
 _MARK = "bidikv-mark-5f1c"
 _REPLACEMENT = "\ufffd"
+_MAX_CLOSINGS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class Prompt:
 
     - `token_ids`: [num_tokens], int32.
     - `exact`: True where it begins with D's own ids unchanged.
-    - `text_hash`: of the text that the template gave for it.
+    - `text_hash`: of the text that the template gave for it, with its length: another text is asked whether it
+      begins with this one.
     """
 
     token_ids: array[int]
@@ -73,6 +75,7 @@ class TurnRenderer:
         self._online = serving_chat.online_renderer
         self._renderer = self._online.renderer
         self._model_config = self._online.model_config
+        self._closings: dict[str, str] = {}
 
     async def render(self, request: Any, history: History, delta: Sequence[dict[str, Any]]) -> Prompt:
         """Render history and delta into a prompt that ends where the model's reply begins.
@@ -168,17 +171,15 @@ class TurnRenderer:
         still = dataclasses.replace(
             params, chat_template_kwargs={**params.chat_template_kwargs, "add_generation_prompt": False}
         )
-        *prompted, reply = history.messages
-        prompt = await self._text(prompted, params)
         before = await self._text(history.messages, still)
         closing = await self._closing(still)
+        num_prompted = _length(history.prompt_hash)
         appends = (
-            _hash(prompt) == history.prompt_hash
-            and before.startswith(prompt)
+            _hash(before[:num_prompted]) == history.prompt_hash
             and whole.startswith(before)
             and closing
             and before.endswith(closing)
-            and _says_all(before[len(prompt) :], reply)
+            and _says_all(before[num_prompted:], history.messages[-1])
         )
         if not appends:
             return None
@@ -187,6 +188,14 @@ class TurnRenderer:
 
     async def _closing(self, params: Any) -> str:
         """Return what the template writes after an assistant's text, or nothing where that cannot be told."""
+        key = _hash(repr(params))  # with the tools: a template may write anything
+        if key not in self._closings:
+            if len(self._closings) >= _MAX_CLOSINGS:
+                self._closings.clear()
+            self._closings[key] = await self._find_closing(params)
+        return self._closings[key]
+
+    async def _find_closing(self, params: Any) -> str:
         probe = [{"role": "user", "content": "."}, {"role": "assistant", "content": _MARK}]
         _, found, closing = (await self._text(probe, params)).rpartition(_MARK)
         return closing if found else ""
@@ -216,7 +225,12 @@ class TurnRenderer:
 
 
 def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    return f"{len(text)}:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _length(text_hash: str) -> int:
+    """Return the length of the text that was hashed; 0 for the empty string, which is the hash of none."""
+    return int(text_hash.partition(":")[0] or 0)
 
 
 def _says_all(rendered: str, reply: dict[str, Any]) -> bool:

@@ -45,6 +45,11 @@ BARE = (
     "{% for m in messages %}{{ m.role }}<|im_start|>{{ m.content or '' }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}assistant<|im_start|>{% endif %}"
 )
+# Ends each reply as the caller asks.
+SIGNING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{{ sign if m.role == 'assistant' }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 # Mentions the tools, and an option of the caller's.
 OPTIONS = (
     "<|im_start|>system\n{{ mood or 'calm' }}{% for t in tools or [] %} {{ t.function.name }}{% endfor %}<|im_end|>\n"

@@ -237,6 +237,16 @@ def test_an_empty_reply_keeps_the_header_of_the_assistant(tell, name):
     verify_continues(told, told.next_prompt())
 
 
+def test_what_ends_a_reply_is_found_for_each_option(tell):
+    """What the template writes after a reply is remembered for the options that it was found with, and no others."""
+    for sign in (" -- A.", " -- B.", " -- A."):
+        options = {"chat_template_kwargs": {"sign": sign}}
+        told = tell("signing", "Sunny", **options)
+        prompt = told.next_prompt(**options)
+        verify_continues(told, prompt)
+        assert told.tokenizer.decode(prompt.token_ids).count(f"Sunny{sign}<|im_end|>") == 1
+
+
 def test_an_unknown_earlier_prompt_is_rendered_afresh(tell):
     """A session whose last prompt's text is not known continues from the template."""
     told = tell("chatml", "Hello.")
