@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from bench._link import on_slow_link
 from bidikv_sdk.prefix import num_blocks
-from server_ext.launch.command import ROLES
+from server_ext.launch.command import CPU_NIXL_THREADS, ROLES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +58,9 @@ def stock_config(
 
 
 def _transfer(role: Role, hold_s: int | None, *, bidirectional: bool) -> dict[str, Any]:
-    extra: dict[str, Any] = {"bidirectional_kv_xfer": True} if bidirectional else {}
+    extra: dict[str, Any] = {"num_threads": CPU_NIXL_THREADS}  # as in our stack
+    if bidirectional:
+        extra["bidirectional_kv_xfer"] = True
     if bidirectional and hold_s is not None:
         extra["decoder_kv_blocks_ttl"] = hold_s
     return {

@@ -41,6 +41,9 @@ CPU_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 """Of every engine on a CPU."""
+# Of NIXL, beside its polling thread. vLLM's 4 spin while they read, on cores that then compute slower, and leave
+# connections behind that nobody serves: a read of 1,024 pieces once, and D's polling thread never sleeps again.
+CPU_NIXL_THREADS = 0
 # What a user may have set with good reason.
 _CPU_ENV_DEFAULTS = {"UCX_TLS": "tcp,shm,self"}
 
@@ -142,6 +145,7 @@ def disabled_plugins(current: str | None, installed: Iterable[str]) -> list[str]
 
 def kv_transfer_config(config: StackConfig, role: Role) -> dict[str, Any]:
     """The value of vLLM's `--kv-transfer-config` for one engine."""
+    extra: dict[str, Any]
     ours: dict[str, Any] = {"role": role, "secret_file": str(config.secret_file)}
     if role == "prefill":
         # kv_both, not kv_producer: only then are freed blocks held back while P still writes what it reads.
@@ -154,6 +158,8 @@ def kv_transfer_config(config: StackConfig, role: Role) -> dict[str, Any]:
         if config.fresh_prefill_salt:
             ours["fresh_prefill_salt"] = True
         ours |= config.settings
+    if config.platform == "cpu":
+        extra["num_threads"] = CPU_NIXL_THREADS
     return {
         "kv_connector": "BidiKVConnector",
         "kv_connector_module_path": "server_ext.engine.connector",

@@ -30,7 +30,7 @@ def test_stock_engines_have_vllms_own_connector_and_routes(role):
     """Nothing of ours is loaded but the plugin that lets NIXL's thread pause; what the caller added stays."""
     config = stock_config(CONFIG, bidirectional=False)
     assert transfer_of(config, role)["kv_connector"] == "NixlConnector"
-    assert transfer_of(config, role)["kv_connector_extra_config"] == {}
+    assert transfer_of(config, role)["kv_connector_extra_config"] == {"num_threads": 0}
     env = engine_command(config, role, {"VLLM_PLUGINS": "bidikv_http"}).env
     assert (env["VLLM_PLUGINS"], env["VLLM_SERVER_DEV_MODE"]) == ("bidikv", "1")
     assert "--max-num-seqs" in engine_command(config, "decode", {}).argv
@@ -39,7 +39,8 @@ def test_stock_engines_have_vllms_own_connector_and_routes(role):
 def test_the_hold_time_is_vllms_own_unless_it_is_set():
     """The default is left to vLLM; a time that is given goes to D."""
     plain = stock_config(CONFIG, bidirectional=True)
-    assert transfer_of(plain, "decode")["kv_connector_extra_config"] == {"bidirectional_kv_xfer": True}
+    assert "decoder_kv_blocks_ttl" not in transfer_of(plain, "decode")["kv_connector_extra_config"]
+    assert transfer_of(plain, "prefill")["kv_connector_extra_config"]["bidirectional_kv_xfer"] is True
     tuned = stock_config(CONFIG, bidirectional=True, hold_s=15)
     assert transfer_of(tuned, "decode")["kv_connector_extra_config"]["decoder_kv_blocks_ttl"] == 15
 

@@ -78,6 +78,13 @@ def test_buffers_never_lie_in_host_memory_on_a_gpu(config, device):
         assert kv_transfer_config(config, role)["kv_buffer_device"] == device
 
 
+@pytest.mark.parametrize(("config", "num_threads"), [(CPU, 0), (GPU, None)])
+def test_nixl_has_no_threads_that_spin_on_a_cpu(config, num_threads):
+    """Where cores compute, NIXL reads on its polling thread; on GPUs vLLM's own default stands."""
+    for role in ROLES:
+        assert kv_transfer_config(config, role)["kv_connector_extra_config"].get("num_threads") == num_threads
+
+
 def test_prefill_can_read_and_decode_cannot():
     """P is kv_both, bidirectional, and fetches however little it is given; D is a plain consumer."""
     prefill, decode = (kv_transfer_config(CPU, role) for role in ("prefill", "decode"))
