@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from server_ext.launch.stack import Stack
 
+ONE_THREAD: Final = {"OMP_NUM_THREADS": "1"}
+"""Environment of engines that compute at the same time, as if each had a machine of its own."""
 _ALL: Final = sorted(os.sched_getaffinity(0))
 _OF_DECODE: Final = set(_ALL[:1])
 _OF_OTHERS: Final = set(_ALL[1:] or _ALL)

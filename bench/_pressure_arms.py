@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench._cores import ONE_THREAD
 from bench._pressure_load import ANSWER_TOKENS, BLOCK_SIZE, MAX_MODEL_LEN, POOL_BLOCKS
 from bench._reference import Generated, generated
 from bench._stock import Handles, StockProxy
@@ -319,5 +320,5 @@ def our_config(folder: Path, ttl_s: int) -> StackConfig:
         max_model_len=MAX_MODEL_LEN,
         # Every turn goes by P, as in the other arms: `auto` computes some on D, which is another comparison.
         settings={"default_ttl_s": float(ttl_s), "default_route": "fetch"},
-        extra_env={"VLLM_SERVER_DEV_MODE": "1"},
+        extra_env={**ONE_THREAD, "VLLM_SERVER_DEV_MODE": "1"},
     )

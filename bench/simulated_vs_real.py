@@ -25,6 +25,7 @@ import httpx
 import numpy as np
 from rich.console import Console
 
+from bench._cores import ONE_THREAD
 from bench._machine import versions
 from bidikv_sdk import AsyncBidiKV
 from server_ext.analysis.memory import make_settings
@@ -119,6 +120,7 @@ def on_engines(args: argparse.Namespace) -> list[dict[str, Any]]:
         max_model_len=CONTEXT_TOKENS,
         kv_cache_bytes=KV_CACHE_BYTES,
         settings={"default_ttl_s": TTL_S, "budget_fraction": BUDGET, "default_route": "fetch"},
+        extra_env=ONE_THREAD,
     )
     with running_stack(
         config, state_dir, lambda p: console.print(f"{p.elapsed_s:5.0f} s  {p.role:8} {p.stage}")
