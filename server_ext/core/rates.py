@@ -153,8 +153,12 @@ class LearnedRates:
         return self._expect(self._prefill.fit, num_tokens, num_tokens * (2 * num_cached + num_tokens))
 
     def append_s(self, num_tokens: int, *, num_cached: int = 0) -> float:
-        """Return how long D takes to compute `num_tokens` behind `num_cached` tokens, up to the first new token."""
-        return self._expect(self._append.fit, num_tokens, num_tokens * (2 * num_cached + num_tokens))
+        """Return how long D takes to compute `num_tokens` behind `num_cached` tokens, up to the first new token.
+
+        Unseen, D computes as fast as P: then what travels decides.
+        """
+        engine = self._append if self._append.is_observed else self._prefill
+        return self._expect(engine.fit, num_tokens, num_tokens * (2 * num_cached + num_tokens))
 
     def stall_s(self, num_tokens: int, *, num_cached: int = 0) -> float:
         """Return how long computing so many tokens on D holds up each request that generates there meanwhile."""

@@ -86,11 +86,18 @@ def test_a_link_is_known_from_either_direction():
     assert fetched.handover_s(10**8, pair="p") == pytest.approx(5.0 + fetched.decode_step_s)
 
 
-def test_appending_is_known_from_prefilling():
-    """Before D has appended anything, it is taken to compute as P does: the model is the same."""
+@given(
+    st.lists(st.tuples(st.integers(1, 6000), st.integers(0, 6000), st.floats(0.01, 100)), min_size=1, max_size=12),
+    st.integers(1, 4000),
+    st.integers(0, 6000),
+)
+def test_what_was_never_appended_costs_what_p_takes(prefills, num_tokens, num_cached):
+    """D is taken to be as fast as P, exactly: a hand-over for nothing is never the cheaper way."""
     rates = LearnedRates()
-    rates.observe_prefill(2.0, 1000)
-    assert rates.append_s(100, num_cached=900) == rates.prefill_s(100, num_cached=900)
+    for num_computed, num_before, seconds in prefills:
+        rates.observe_prefill(seconds, num_computed, num_cached=num_before)
+    cost = {"num_tokens": num_tokens, "num_cached": num_cached}
+    assert rates.append_s(**cost) == rates.prefill_s(**cost)
 
 
 def test_one_append_tells_a_speed_and_prefills_the_shape():
