@@ -5,7 +5,8 @@ history plus delta (B). Where A begins with the last turn's prompt, as its hash 
 model said and then what the template writes after a reply, and B begins with A, only the rest of B is tokenized and
 appended to D's ids. Elsewhere (new tools, a template that rewrites its history) everything is rendered afresh and the
 lease serves the common prefix. So a prompt is always what the template says, but for the model's own text, which stays
-as generated.
+as generated. Where the turn's options are others than the last one's, its prompt is rendered as well: they may write
+something before the reply that D's ids lack.
 
 Terms: the *closing* is what the template writes after an assistant's text (such as `<|im_end|>` and a newline); the
 *pending text* is the end of a reply that D's ids do not cover (a stop string may end inside a token).
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 # A text that no template rewrites and no model says: it marks where an assistant's text stands in a rendering.
 _MARK = "bidikv-mark-5f1c"
 _REPLACEMENT = "\ufffd"
+# Options that are remembered; few servers see more than some sets of tools at a time.
 _MAX_CLOSINGS = 64
 
 
@@ -38,8 +40,8 @@ class Prompt:
 
     - `token_ids`: [num_tokens], int32.
     - `exact`: True where it begins with D's own ids unchanged.
-    - `text_hash`: of the text that the template gave for it, with its length: another text is asked whether it
-      begins with this one.
+    - `text_hash`: of the text that the template gave for it, with its length and a hash of the options that it was
+      given with: another text is asked whether it begins with this one.
     """
 
     token_ids: array[int]
@@ -103,7 +105,7 @@ class TurnRenderer:
             continued = await self._continue(whole, history, params) if history.token_ids else None
             token_ids = await self._tokenize(whole) if continued is None else continued
         self._check_length(request, len(token_ids))
-        return Prompt(token_ids, exact=continued is not None, text_hash=_hash(whole))
+        return Prompt(token_ids, exact=continued is not None, text_hash=f"{_hash(whole)}:{_options(params)}")
 
     async def appends(self) -> bool:
         """Tell whether the model's chat template only ever appends, so that plain turns continue exactly.
@@ -115,7 +117,7 @@ class TurnRenderer:
         replied = [*asked, {"role": "assistant", "content": _MARK}]
         with vllm_errors():
             params = self._chat_params(ChatCompletionRequest(messages=asked))
-            prompt_hash = _hash(await self._text(asked, params))
+            prompt_hash = f"{_hash(await self._text(asked, params))}:{_options(params)}"
             history = History(replied, token_ids=array("i", [0]), pending_text="", prompt_hash=prompt_hash)
             return await self._continue(await self._text([*replied, *asked], params), history, params) is not None
 
@@ -171,15 +173,21 @@ class TurnRenderer:
         still = dataclasses.replace(
             params, chat_template_kwargs={**params.chat_template_kwargs, "add_generation_prompt": False}
         )
+        *prompted, reply = history.messages
         before = await self._text(history.messages, still)
         closing = await self._closing(still)
-        num_prompted = _length(history.prompt_hash)
+        text_hash, _, options = history.prompt_hash.rpartition(":")
+        if options == _options(params):
+            prompt = before[: int(text_hash.partition(":")[0])]
+        else:
+            prompt = await self._text(prompted, params)
         appends = (
-            _hash(before[:num_prompted]) == history.prompt_hash
+            _hash(prompt) == text_hash
+            and before.startswith(prompt)
             and whole.startswith(before)
             and closing
             and before.endswith(closing)
-            and _says_all(before[num_prompted:], history.messages[-1])
+            and _says_all(before[len(prompt) :], reply)
         )
         if not appends:
             return None
@@ -188,7 +196,7 @@ class TurnRenderer:
 
     async def _closing(self, params: Any) -> str:
         """Return what the template writes after an assistant's text, or nothing where that cannot be told."""
-        key = _hash(repr(params))  # with the tools: a template may write anything
+        key = _options(params)
         if key not in self._closings:
             if len(self._closings) >= _MAX_CLOSINGS:
                 self._closings.clear()
@@ -228,9 +236,9 @@ def _hash(text: str) -> str:
     return f"{len(text)}:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def _length(text_hash: str) -> int:
-    """Return the length of the text that was hashed; 0 for the empty string, which is the hash of none."""
-    return int(text_hash.partition(":")[0] or 0)
+def _options(params: Any) -> str:
+    """Return a hash of all that a template is given beside messages, the tools among it."""
+    return hashlib.sha256(repr(params).encode()).hexdigest()
 
 
 def _says_all(rendered: str, reply: dict[str, Any]) -> bool:

@@ -50,6 +50,11 @@ SIGNING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{{ sign if m.role == 'assistant' }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Begins each reply, told or asked for, as the caller asks.
+OPENING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ opening if m.role == 'assistant' }}{{ m.content or '' }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{{ opening }}{% endif %}"
+)
 # Mentions the tools, and an option of the caller's.
 OPTIONS = (
     "<|im_start|>system\n{{ mood or 'calm' }}{% for t in tools or [] %} {{ t.function.name }}{% endfor %}<|im_end|>\n"

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:max_tokens is deprecated")
 
 SHIPPED = (Path(server_ext.launch.__file__).parent / "templates/smollm2_tools.jinja").read_text()
 TEMPLATES = {name.lower(): getattr(templates, name) for name in dir(templates) if name.isupper()} | {"shipped": SHIPPED}
-APPENDING = ("shipped", "chatml", "headers", "trimming", "bare", "options")
+APPENDING = ("shipped", "chatml", "headers", "trimming", "bare", "options", "signing", "opening")
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 EMOJI = "\N{FACE WITH TEARS OF JOY}"
 
@@ -235,6 +235,15 @@ def test_an_empty_reply_keeps_the_header_of_the_assistant(tell, name):
     told = tell(name, "\nmore", ends=False, stop=["\n"])
     assert told.history.messages[-1]["content"] == ""
     verify_continues(told, told.next_prompt())
+
+
+def test_an_option_that_writes_before_the_reply_is_not_left_out(tell):
+    """The history begins with the last prompt, but this turn's options write something between it and the reply."""
+    told = tell("opening", "Hello")
+    options = {"chat_template_kwargs": {"opening": "[formal] "}}
+    prompt = told.next_prompt(**options)
+    verify_rendered_afresh(told, prompt, **options)
+    assert "[formal] Hello" in told.tokenizer.decode(prompt.token_ids)
 
 
 def test_what_ends_a_reply_is_found_for_each_option(tell):
