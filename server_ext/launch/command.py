@@ -32,10 +32,10 @@ CPU_ENV = {
     # uses both, its threads left where the kernel puts them.
     "OMP_NUM_THREADS": "2",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # How often libgomp looks before it lets a waiting thread sleep: long enough for the next layer, too short to
-    # take a core from the other engine. Its own default spins for milliseconds; to sleep at once costs an eighth of
-    # the speed.
-    "GOMP_SPINCOUNT": "2000",
+    # How often libgomp looks before it lets a waiting thread sleep, half a millisecond or so: long enough for the next
+    # layer, too short to take a core from the other engine. Its own default spins for milliseconds; to sleep at once,
+    # or nearly, costs an eighth of the speed.
+    "GOMP_SPINCOUNT": "20000",
     # Keeps vLLM from turning the executor `uni` into `mp` on CPUs, whose worker process polls shared memory.
     # The engine core stays a process of its own: the API server never runs it inside, whatever this says.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
