@@ -96,21 +96,32 @@ async def run_scenario(
                     found.add(one)
                 round_parts.clear()
     except Exception as error:
+        cause = _cause(error)
         if not found.arms:
-            raise
+            raise cause from None
         # Whole rounds are worth hours; whoever judges the file sees that there should be more.
         logger.exception("%s ended early", scenario.name)
-        found.ended_early = repr(error)
+        found.ended_early = repr(cause)
     # Where agents run side by side, what a turn took holds its waiting, and is no rate.
     if scenario.at_once == 1 and any(sample.fetched_tokens for sample in found.samples):
-        found.rates = MeasuredRates.fit(
-            found.samples,
-            short_prefills=short_prefills,
-            attention_tokens=model.attention_tokens,
-            kv_bytes_per_token=model.kv_bytes_per_token,
-        )
+        try:
+            found.rates = MeasuredRates.fit(
+                found.samples,
+                short_prefills=short_prefills,
+                attention_tokens=model.attention_tokens,
+                kv_bytes_per_token=model.kv_bytes_per_token,
+            )
+        except ValueError as error:  # too few turns for rates are still turns
+            logger.warning("%s has no rates, and no floor: %s", scenario.name, error)
     found.seconds = time.perf_counter() - started_s
     return found
+
+
+def _cause(error: Exception) -> Exception:
+    """Return what went wrong first, out of the groups in which tasks side by side end."""
+    while causes := getattr(error, "exceptions", ()):  # of an `ExceptionGroup`, whose name Python 3.10 lacks
+        error = causes[0]
+    return error
 
 
 def to_file(

@@ -13,7 +13,7 @@ _HEAD = (
     "TTFT p50",
     "p95",
     "p99",
-    "against no_reuse",
+    "against {base}",
     "first turn",
     "TTFT beside others, p50",
     "own ITL p50",
@@ -40,7 +40,10 @@ def to_markdown(result: Mapping[str, Any]) -> str:
     for name, scenario in result["scenarios"].items():
         arms: dict[str, Any] = scenario["arms"]
         parts += [f"### {name}", "", scenario["what"], "", _notes(scenario), ""]
-        parts += _table(_HEAD, (_row(arm, figures) for arm, figures in arms.items()))
+        # The first arm is what the others are compared with.
+        parts += _table(
+            [one.format(base=next(iter(arms))) for one in _HEAD], (_row(arm, figures) for arm, figures in arms.items())
+        )
         points = list(next(iter(arms.values()))["points"])
         if points:
             parts += ["", "By length of the history:", ""]
@@ -63,7 +66,7 @@ def _notes(scenario: Mapping[str, Any]) -> str:
         )
     for arm, times in scenario["warm_up_ttft_s"].items():
         told = " and ".join(f"{one:.2f} s" for one in times)
-        notes.append(f"The first turns of all on the engines of `{arm}`, left out below, took {told}.")
+        notes.append(f"The warm-up's turns on the engines of `{arm}`, left out below, took {told}.")
     return " ".join(notes)
 
 

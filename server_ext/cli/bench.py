@@ -20,7 +20,7 @@ from server_ext.cli._server import (
     root_of,
     say_and_exit,
 )
-from server_ext.cli._shared import DecodeEngine, find_decode_engine, recorded_sessions
+from server_ext.cli._shared import DecodeEngine, find_decode_engine, recorded_sessions, save
 
 if TYPE_CHECKING:
     from server_ext.analysis.hardware import Model as Shape
@@ -86,17 +86,16 @@ def bench(
     others. The engines must have been started with VLLM_SERVER_DEV_MODE=1.
     """
     import asyncio
+    from importlib.util import find_spec
 
     import httpx
 
     from bidikv_sdk import BidiKVError
+    from server_ext.benchmark.engines import CannotReset
 
-    try:
-        from server_ext.benchmark.engines import CannotReset
-    except ModuleNotFoundError as error:
-        if error.name not in {"numpy", "msgspec", "matplotlib"}:
-            raise
-        say_and_exit(f"bench needs {error.name}: pip install 'bidikv-sdk[bench]'")
+    for name in ("numpy", "msgspec", *(["matplotlib"] if html is not None else [])):
+        if find_spec(name) is None:
+            say_and_exit(f"bench needs {name}: pip install 'bidikv-sdk[bench]'")
     engines = Engines(
         find_base_url(base_url), (prefill_url or _local_prefill_url()).rstrip("/"), aggregated_url, api_key
     )
@@ -255,11 +254,15 @@ def _write(result: ScenarioResult, html: Path | None, json_path: Path | None) ->
     from server_ext.benchmark.table import to_markdown
 
     content = to_file([result], machine={"cores": os.cpu_count()}, versions={"bidikv": version("bidikv-sdk")})
+    make_console().print(Markdown(to_markdown(content)))
     if json_path is not None:
-        json_path.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+        save(json_path, json.dumps(content, indent=2) + "\n")
     if html is not None:
         from server_ext.benchmark.page import write_page, write_plots
 
         with TemporaryDirectory() as folder:
-            write_page(content, write_plots(content, Path(folder)), html)
-    make_console().print(Markdown(to_markdown(content)))
+            plots = write_plots(content, Path(folder))
+            try:
+                write_page(content, plots, html)
+            except OSError as error:
+                say_and_exit(f"{html} cannot be written: {error.strerror}")

@@ -79,9 +79,22 @@ def test_whole_rounds_outlive_what_ends_a_later_one():
 
 
 def test_what_ends_the_first_round_is_an_error():
-    """There is nothing to keep."""
-    with pytest.raises(Exception, match="TaskGroup"):
+    """There is nothing to keep, and what went wrong is said, not in how many tasks."""
+    with pytest.raises(ConnectionError, match="gone"):
         run([], fails_behind=1)
+
+
+def test_turns_too_few_for_rates_are_kept(monkeypatch):
+    """Where nothing tells what a token costs, there is no floor, and the rest stands."""
+
+    def fit(*args, **options):
+        msg = "no turn computed its whole prompt"
+        raise ValueError(msg)
+
+    monkeypatch.setattr("server_ext.benchmark.suite.MeasuredRates.fit", fit)
+    found = run([])
+    assert (found.rates, found.ended_early) == (None, None)
+    assert found.to_json()["arms"]["fetch"]["turns"] == 6
 
 
 def test_agents_side_by_side_tell_no_rates():
