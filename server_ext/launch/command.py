@@ -42,7 +42,7 @@ CPU_ENV = {
 }
 """Of every engine on a CPU."""
 # Of NIXL, beside its polling thread. vLLM's 4 spin while they read, on cores that then compute slower, and leave
-# connections behind that nobody serves: a read of 1,024 pieces once, and D's polling thread never sleeps again.
+# connections behind that nobody serves: behind a read of 1,024 pieces D's polling thread may never sleep again.
 CPU_NIXL_THREADS = 0
 # What a user may have set with good reason.
 _CPU_ENV_DEFAULTS = {"UCX_TLS": "tcp,shm,self"}
