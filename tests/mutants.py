@@ -873,13 +873,13 @@ MUTANTS = (
     ),
     Mutant(
         "server_ext/http/render.py",
-        "if options == _options(params):",
-        "if options:",
+        "if told_options == options:",
+        "if told_options:",
         (f"{RENDER}::test_an_option_that_writes_before_the_reply_is_not_left_out",),
     ),
     Mutant(
         "server_ext/http/render.py",
-        "            _hash(prompt) == text_hash\n            and before",
+        "            _hash(prompt, told_options) == history.prompt_hash\n            and before",
         "            before",
         (f"{RENDER}::test_new_tools_are_in_the_prompt", f"{RENDER}::test_an_unknown_earlier_prompt_is_rendered_afresh"),
     ),

@@ -102,10 +102,11 @@ class TurnRenderer:
                 raise refused_by_vllm(untrusted.error.code, untrusted.error.message)
             params = self._chat_params(request)
             whole = await self._text([*history.messages, *delta], params)
-            continued = await self._continue(whole, history, params) if history.token_ids else None
+            options = _options(params)
+            continued = await self._continue(whole, history, params, options) if history.token_ids else None
             token_ids = await self._tokenize(whole) if continued is None else continued
         self._check_length(request, len(token_ids))
-        return Prompt(token_ids, exact=continued is not None, text_hash=f"{_hash(whole)}:{_options(params)}")
+        return Prompt(token_ids, exact=continued is not None, text_hash=_hash(whole, options))
 
     async def appends(self) -> bool:
         """Tell whether the model's chat template only ever appends, so that plain turns continue exactly.
@@ -117,9 +118,11 @@ class TurnRenderer:
         replied = [*asked, {"role": "assistant", "content": _MARK}]
         with vllm_errors():
             params = self._chat_params(ChatCompletionRequest(messages=asked))
-            prompt_hash = f"{_hash(await self._text(asked, params))}:{_options(params)}"
+            options = _options(params)
+            prompt_hash = _hash(await self._text(asked, params), options)
             history = History(replied, token_ids=array("i", [0]), pending_text="", prompt_hash=prompt_hash)
-            return await self._continue(await self._text([*replied, *asked], params), history, params) is not None
+            whole = await self._text([*replied, *asked], params)
+            return await self._continue(whole, history, params, options) is not None
 
     def reply_ids(self, token_ids: Sequence[int], text: str, *, skip_special_tokens: bool) -> tuple[int, str]:
         """Find how many of a reply's generated ids its text contains.
@@ -168,21 +171,21 @@ class TurnRenderer:
             raise Refused(msg, param="messages")
         return text
 
-    async def _continue(self, whole: str, history: History, params: Any) -> array[int] | None:
+    async def _continue(self, whole: str, history: History, params: Any, options: str) -> array[int] | None:
         """Return D's ids with the rest of the text appended, or None where the template does not just append."""
         still = dataclasses.replace(
             params, chat_template_kwargs={**params.chat_template_kwargs, "add_generation_prompt": False}
         )
         *prompted, reply = history.messages
         before = await self._text(history.messages, still)
-        closing = await self._closing(still)
-        text_hash, _, options = history.prompt_hash.rpartition(":")
-        if options == _options(params):
-            prompt = before[: int(text_hash.partition(":")[0])]
+        closing = await self._closing(still, options)
+        told_options = history.prompt_hash.rpartition(":")[2]
+        if told_options == options:
+            prompt = before[: int(history.prompt_hash.partition(":")[0])]
         else:
             prompt = await self._text(prompted, params)
         appends = (
-            _hash(prompt) == text_hash
+            _hash(prompt, told_options) == history.prompt_hash
             and before.startswith(prompt)
             and whole.startswith(before)
             and closing
@@ -194,14 +197,13 @@ class TurnRenderer:
         rest = history.pending_text + closing + whole[len(before) :]
         return history.token_ids + await self._tokenize(rest)
 
-    async def _closing(self, params: Any) -> str:
+    async def _closing(self, params: Any, options: str) -> str:
         """Return what the template writes after an assistant's text, or nothing where that cannot be told."""
-        key = _options(params)
-        if key not in self._closings:
+        if options not in self._closings:
             if len(self._closings) >= _MAX_CLOSINGS:
                 self._closings.clear()
-            self._closings[key] = await self._find_closing(params)
-        return self._closings[key]
+            self._closings[options] = await self._find_closing(params)
+        return self._closings[options]
 
     async def _find_closing(self, params: Any) -> str:
         probe = [{"role": "user", "content": "."}, {"role": "assistant", "content": _MARK}]
@@ -232,8 +234,8 @@ class TurnRenderer:
             raise Refused(msg, code="context_length_exceeded", param="messages")
 
 
-def _hash(text: str) -> str:
-    return f"{len(text)}:{hashlib.sha256(text.encode()).hexdigest()}"
+def _hash(text: str, options: str) -> str:
+    return f"{len(text)}:{hashlib.sha256(text.encode()).hexdigest()}:{options}"
 
 
 def _options(params: Any) -> str:
