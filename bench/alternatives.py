@@ -42,7 +42,7 @@ from server_ext.analysis.hardware import read_model
 from server_ext.benchmark.arms import ROUTES, PlainArm, SessionArm, one_engine
 from server_ext.benchmark.engines import RunningEngines, prefill_cache_of
 from server_ext.benchmark.limits import kv_bytes_per_token
-from server_ext.benchmark.page import write_page, write_plots
+from server_ext.benchmark.page import to_html, write_plots
 from server_ext.benchmark.rounds import Company
 from server_ext.benchmark.suite import Model, run_scenario, to_file
 from server_ext.launch.model import SMOLLM2, ensure_smollm2
@@ -289,7 +289,7 @@ def write(content: Mapping[str, Any], found: Sequence[Check], out: Path) -> None
     out.mkdir(parents=True, exist_ok=True)
     (out / "bench.json").write_text(json.dumps(content, indent=1) + "\n", "utf-8")
     (out / "bench.md").write_text(report(content, found), "utf-8")
-    write_page(content, write_plots(content, out / "plots"), out / "bench.html")
+    (out / "bench.html").write_text(to_html(content, write_plots(content, out / "plots")), "utf-8")
 
 
 if __name__ == "__main__":

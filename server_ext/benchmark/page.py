@@ -1,6 +1,6 @@
 """Draws a result file (see `summary`): PNG plots, and one HTML page that holds them all. Needs matplotlib.
 
-`write_plots(result, folder)` and then `write_page(result, plots, path)`.
+`write_plots(result, folder)` and then `to_html(result, plots)`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def write_plots(result: Mapping[str, Any], folder: Path) -> dict[str, list[Path]
     return written
 
 
-def write_page(result: Mapping[str, Any], plots: Mapping[str, list[Path]], path: Path) -> None:
-    """Write one page with tables and plots; it loads nothing from anywhere."""
+def to_html(result: Mapping[str, Any], plots: Mapping[str, list[Path]]) -> str:
+    """Return one HTML page with tables and plots; it loads nothing from anywhere."""
     machine = ", ".join(f"{name} {value}" for name, value in {**result["machine"], **result["versions"]}.items())
     images = "".join(
         f'<figure><img alt="{escape(file.stem)}" src="data:image/png;base64,'
@@ -56,11 +56,10 @@ def write_page(result: Mapping[str, Any], plots: Mapping[str, list[Path]], path:
         for files in plots.values()
         for file in files
     )
-    path.write_text(
+    return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>bidikv bench</title><style>{_STYLE}</style>'
         f"<h1>What each way of serving a turn costs</h1><p>{escape(machine)}</p>"
-        f"{_html_tables(to_markdown(result))}{images}</html>\n",
-        "utf-8",
+        f"{_html_tables(to_markdown(result))}{images}</html>\n"
     )
 
 

@@ -258,11 +258,7 @@ def _write(result: ScenarioResult, html: Path | None, json_path: Path | None) ->
     if json_path is not None:
         save(json_path, json.dumps(content, indent=2) + "\n")
     if html is not None:
-        from server_ext.benchmark.page import write_page, write_plots
+        from server_ext.benchmark.page import to_html, write_plots
 
         with TemporaryDirectory() as folder:
-            plots = write_plots(content, Path(folder))
-            try:
-                write_page(content, plots, html)
-            except OSError as error:
-                say_and_exit(f"{html} cannot be written: {error.strerror}")
+            save(html, to_html(content, write_plots(content, Path(folder))))

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from server_ext.benchmark.limits import MeasuredRates, PrefillRate
-from server_ext.benchmark.page import write_page, write_plots
+from server_ext.benchmark.page import to_html, write_plots
 from server_ext.benchmark.rounds import ArmRound, Reference
 from server_ext.benchmark.scenarios import Scenario
 from server_ext.benchmark.suite import to_file
@@ -181,8 +181,7 @@ def test_the_page_holds_all_plots_and_loads_nothing(tmp_path):
     content = json.loads(json.dumps(to_file([result()], machine={"cores": 2}, versions={"vllm": "0.32"})))
     plots = write_plots(content, tmp_path / "plots")
     assert [file.name for file in plots["made"]] == ["made_ttft.png", "made_itl.png", "made_points.png"]
-    write_page(content, plots, tmp_path / "bench.html")
-    page = (tmp_path / "bench.html").read_text("utf-8")
+    page = to_html(content, plots)
     assert page.count("data:image/png;base64,") == 3
     assert "http://" not in page
     assert "https://" not in page
