@@ -145,21 +145,20 @@ def disabled_plugins(current: str | None, installed: Iterable[str]) -> list[str]
 
 def kv_transfer_config(config: StackConfig, role: Role) -> dict[str, Any]:
     """The value of vLLM's `--kv-transfer-config` for one engine."""
-    extra: dict[str, Any]
+    extra: dict[str, Any] = {"num_threads": CPU_NIXL_THREADS} if config.platform == "cpu" else {}
     ours: dict[str, Any] = {"role": role, "secret_file": str(config.secret_file)}
     if role == "prefill":
         # kv_both, not kv_producer: only then are freed blocks held back while P still writes what it reads.
         # The threshold is vLLM's own "too little to fetch", which D decides before it hands out a ticket.
-        kv_role, extra = "kv_both", {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0}
+        kv_role = "kv_both"
+        extra |= {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0}
         ours |= config.prefill_settings
     else:
-        kv_role, extra = "kv_consumer", {}
+        kv_role = "kv_consumer"
         ours["prefill_urls"] = [config.url("prefill")]
         if config.fresh_prefill_salt:
             ours["fresh_prefill_salt"] = True
         ours |= config.settings
-    if config.platform == "cpu":
-        extra["num_threads"] = CPU_NIXL_THREADS
     return {
         "kv_connector": "BidiKVConnector",
         "kv_connector_module_path": "server_ext.engine.connector",
