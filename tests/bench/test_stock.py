@@ -39,8 +39,8 @@ def test_stock_engines_have_vllms_own_connector_and_routes(role):
 def test_the_hold_time_is_vllms_own_unless_it_is_set():
     """The default is left to vLLM; a time that is given goes to D."""
     plain = stock_config(CONFIG, bidirectional=True)
-    assert "decoder_kv_blocks_ttl" not in transfer_of(plain, "decode")["kv_connector_extra_config"]
-    assert transfer_of(plain, "prefill")["kv_connector_extra_config"]["bidirectional_kv_xfer"] is True
+    expected = {"num_threads": 0, "bidirectional_kv_xfer": True}
+    assert transfer_of(plain, "decode")["kv_connector_extra_config"] == expected
     tuned = stock_config(CONFIG, bidirectional=True, hold_s=15)
     assert transfer_of(tuned, "decode")["kv_connector_extra_config"]["decoder_kv_blocks_ttl"] == 15
 

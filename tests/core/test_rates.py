@@ -1,7 +1,7 @@
 """What computing and fetching are taken to cost."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from server_ext.core.rates import ConstantRates, LearnedRates, MarginalRates, Rates
@@ -91,6 +91,7 @@ def test_a_link_is_known_from_either_direction():
     st.integers(1, 4000),
     st.integers(0, 6000),
 )
+@example([(1000, 0, 2.0)], 100, 900)
 def test_what_was_never_appended_costs_what_p_takes(prefills, num_tokens, num_cached):
     """D is taken to be as fast as P, exactly: a hand-over for nothing is never the cheaper way."""
     rates = LearnedRates()
