@@ -176,6 +176,15 @@ def test_a_run_without_a_read_has_no_rate_of_reads():
         )
 
 
+def test_the_table_names_the_arm_that_all_are_compared_with():
+    """It is the first one, whichever was asked for."""
+    content = to_file([result()], machine={}, versions={})
+    assert "| against no_reuse |" in to_markdown(content)
+    arms = content["scenarios"]["made"]["arms"]
+    content["scenarios"]["made"]["arms"] = {"fetch": arms["fetch"]}
+    assert "| against fetch |" in to_markdown(content)
+
+
 def test_the_page_holds_all_plots_and_loads_nothing(tmp_path):
     """One file: every plot is in it, and no address of any other."""
     content = json.loads(json.dumps(to_file([result()], machine={"cores": 2}, versions={"vllm": "0.32"})))
